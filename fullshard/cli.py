@@ -67,8 +67,8 @@ def main() -> None:
         sys.exit(ConfigError.exit_code)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print_text(f"fullshard {__version__}")
         raise typer.Exit
 

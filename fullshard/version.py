@@ -15,14 +15,14 @@ def library_versions() -> dict[str, str]:
     import sys
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"fullshard": __version__, "python": platform.python_version()}
+    versions = {"fullshard": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
             # An imported module also names its build: 2.11.0+cu130.
-            found[name] = str(getattr(sys.modules.get(name), "__version__", None) or version(name))
+            versions[name] = str(getattr(sys.modules.get(name), "__version__", None) or version(name))
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def version_numbers(version: str) -> tuple[int, int]:

@@ -247,9 +247,9 @@ def _devices() -> engines.Devices:
 def _of_all_ranks(value: Any) -> list[Any]:
     if not dist.is_initialized() or runtime.world_size() == 1:
         return [value]
-    found: list[Any] = [None] * runtime.world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * runtime.world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _on_host(data: Any) -> Any:

@@ -53,11 +53,11 @@ class LayerMeter:
 @contextlib.contextmanager
 def kept_bytes(device: torch.device, parameters: Iterable[torch.Tensor] = ()) -> Iterator[list[int]]:
     """Inside, what is kept for backward besides these parameters is added up in a list."""
-    found: list[int] = []
+    sizes: list[int] = []
     if accelerator.is_accelerator(device):
         before = accelerator.allocated_memory(device)
-        yield found
-        found.append(accelerator.allocated_memory(device) - before)
+        yield sizes
+        sizes.append(accelerator.allocated_memory(device) - before)
         return
     seen = {p.untyped_storage().data_ptr() for p in parameters}
 
@@ -65,11 +65,11 @@ def kept_bytes(device: torch.device, parameters: Iterable[torch.Tensor] = ()) ->
         storage = t.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            found.append(storage.nbytes())
+            sizes.append(storage.nbytes())
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
-        yield found
+        yield sizes
 
 
 class DeviceMemory:

@@ -212,12 +212,12 @@ def _best_raise(
     free: float,
 ) -> tuple[Kind, Level, Level] | None:
     """The kind of a layer to raise, and its level before and after; None if nothing fits, or nothing is recomputed."""
-    found = []
+    raises = []
     for kind, levels in chosen.items():
         sizes, cost = bytes_by_level[kind], costs[kind]
         for before in sorted(set(levels)):
             for after in sizes:
                 saves, needs = cost[before] - cost[after], sizes[after] - sizes[before]
                 if saves > 0 and needs <= free:
-                    found.append((saves / max(needs, 1.0), saves, kind, before, after))
-    return max(found, key=lambda one: one[:2])[2:] if found else None
+                    raises.append((saves / max(needs, 1.0), saves, kind, before, after))
+    return max(raises, key=lambda one: one[:2])[2:] if raises else None

@@ -45,8 +45,8 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
         values = {key: tensors[f"prompt_encoder.{adapter}.{key}"].read() for key in encoder.state_dict()}
         save_file(virtual_tokens.as_file(encoder, values), out / WEIGHTS, metadata={"format": "pt"})
         return
-    wanted = _file_keys(directory, entry, config, model, tensors)
-    values = {file_key: tensors[key].read() for file_key, key in wanted.items()}
+    keys = _file_keys(directory, entry, config, model, tensors)
+    values = {file_key: tensors[key].read() for file_key, key in keys.items()}
     save_file(values, out / WEIGHTS, metadata={"format": "pt"})
     if initial is not None:
         make_plain(out, initial)

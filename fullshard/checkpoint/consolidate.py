@@ -95,16 +95,16 @@ def merge_weights(
     return sorted(place.iterdir())
 
 
-def find_model(manifest: Manifest, directory: Path, wanted: str | None = None) -> tuple[str, dict[str, Any]]:
-    """The name and the manifest entry of the checkpoint's model; `wanted` selects one of several."""
+def find_model(manifest: Manifest, directory: Path, requested: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The name and the manifest entry of the checkpoint's model; `requested` selects one of several."""
     models = {name: entry for name, entry in manifest.states.items() if entry["kind"] == "model"}
     if not models:
         raise CheckpointError(f"{directory} holds no model; it holds {', '.join(manifest.states)}")
-    if wanted is None and len(models) > 1:
+    if requested is None and len(models) > 1:
         raise CheckpointError(f"{directory} holds several models: {', '.join(models)}; name one with --model")
-    if wanted is not None and wanted not in models:
-        raise CheckpointError(f"{directory} holds no model called {wanted!r}; it holds {', '.join(models)}")
-    name = wanted or next(iter(models))
+    if requested is not None and requested not in models:
+        raise CheckpointError(f"{directory} holds no model called {requested!r}; it holds {', '.join(models)}")
+    name = requested or next(iter(models))
     return name, models[name]
 
 
@@ -187,8 +187,8 @@ def _from_base(entry: dict[str, Any], base: SafetensorsFiles | None) -> Iterator
     model = _empty_model(entry)
     if model is None:
         raise CheckpointError(f"the frozen values are in {path}, but the checkpoint has no model config")
-    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    readers = find_readers(model, wanted, base).readers
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    readers = find_readers(model, shapes, base).readers
     absent = [name for name in entry["left_out"] if name not in readers and name not in entry["tied"]]
     if absent:
         raise CheckpointError(f"{path} does not hold {', '.join(absent[:5])}, which the checkpoint leaves out")
@@ -209,10 +209,10 @@ def _empty_model(entry: dict[str, Any]) -> Any:
     kind = getattr(transformers, next(iter(config.get("architectures", ())), ""), None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         return None
-    made: Any = kind
+    model_class: Any = kind
     try:
         with torch.device("meta"):
-            return made(made.config_class.from_dict(config))
+            return model_class(model_class.config_class.from_dict(config))
     except Exception as error:  # whatever transformers makes of a config that is none
         raise CheckpointError(
             f"no model can be built from the config in the checkpoint ({first_line(error)})"
@@ -239,12 +239,12 @@ def _write_weights(
     from fullshard.weights.safetensors_files import FileWriter, total_bytes
 
     model = _empty_model(entry)
-    wanted = getattr(torch, dtype) if dtype is not None else None
-    kept = dtypes_kept(model, wanted, tensors) if model is not None and wanted is not None else {}
+    file_dtype = getattr(torch, dtype) if dtype is not None else None
+    kept = dtypes_kept(model, file_dtype, tensors) if model is not None and file_dtype is not None else {}
 
     def final(name: str) -> torch.dtype:
         stored = tensors[name].dtype
-        return kept.get(name, wanted) if wanted is not None and stored.is_floating_point else stored
+        return kept.get(name, file_dtype) if file_dtype is not None and stored.is_floating_point else stored
 
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names = [name for name in tensors if name not in ignored]
@@ -270,10 +270,10 @@ def _write_weights(
     try:
         with Bar("writing", total_bytes(form), progress) as bar:
             for members, convert in jobs:
-                made = convert({n: tensors[n].read().to(final(n)) for n in members})
-                done += total_bytes(made)
-                for name in list(made):
-                    writers[split.tensor_to_filename[name]].write(name, made.pop(name))  # and free it
+                outputs = convert({n: tensors[n].read().to(final(n)) for n in members})
+                done += total_bytes(outputs)
+                for name in list(outputs):
+                    writers[split.tensor_to_filename[name]].write(name, outputs.pop(name))  # and free it
                 bar.at(done)
         for writer in writers.values():
             writer.finish(verify=False)

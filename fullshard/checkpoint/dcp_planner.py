@@ -91,8 +91,8 @@ class WritePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         assert write_item.index.offset is not None
         offsets = tuple(write_item.index.offset)
-        found = self._by_key.get((write_item.index.fqn, offsets))
-        return found if found is not None else self._by_key[write_item.index.fqn.rpartition("@rank-")[0], offsets]
+        piece = self._by_key.get((write_item.index.fqn, offsets))
+        return piece if piece is not None else self._by_key[write_item.index.fqn.rpartition("@rank-")[0], offsets]
 
 
 def _write_item(part: TensorShard) -> WriteItem:
@@ -147,11 +147,11 @@ class ReadPlanner(LoadPlanner):
             if target.local.numel() == 0:
                 continue
             stored: Any = self._metadata.state_dict_metadata[name]
-            wanted = ChunkStorageMetadata(torch.Size(target.offsets), target.local.shape)
-            found = create_read_items_for_chunk_list(name, stored, [wanted])
-            if sum(math.prod(item.lengths) for item in found) != target.local.numel():
+            chunk = ChunkStorageMetadata(torch.Size(target.offsets), target.local.shape)
+            reads = create_read_items_for_chunk_list(name, stored, [chunk])
+            if sum(math.prod(item.lengths) for item in reads) != target.local.numel():
                 raise CheckpointError(f"the checkpoint does not hold all of {name}{list(target.offsets)}")
-            items += [replace(item, dest_index=MetadataIndex(name, target.offsets, i)) for item in found]
+            items += [replace(item, dest_index=MetadataIndex(name, target.offsets, i)) for item in reads]
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

@@ -263,7 +263,7 @@ class CheckpointReader(StorageReader):
             piece = self._piece(item.storage_index)
             by_file.setdefault(piece.file, []).append((item, piece))
         with ThreadPoolExecutor(_threads(), "fullshard-read") as pool:
-            jobs = [pool.submit(self._read_file, file, wanted, planner) for file, wanted in by_file.items()]
+            jobs = [pool.submit(self._read_file, file, reads, planner) for file, reads in by_file.items()]
             for job in jobs:
                 job.result()
         done: Future[None] = Future()
@@ -277,11 +277,11 @@ class CheckpointReader(StorageReader):
                 return pieces[index.index]
         return next(p for p in pieces if tuple(p.offsets) == tuple(index.offset or ()))
 
-    def _read_file(self, file: int, wanted: list[tuple[ReadItem, PieceEntry]], planner: LoadPlanner) -> None:
+    def _read_file(self, file: int, reads: list[tuple[ReadItem, PieceEntry]], planner: LoadPlanner) -> None:
         path = self.directory / self.manifest.files[file].name
         handle = os.open(path, os.O_RDONLY)
         try:
-            for item, piece in sorted(wanted, key=lambda pair: pair[1].begin):
+            for item, piece in sorted(reads, key=lambda pair: pair[1].begin):
                 target = planner.resolve_tensor(item)
                 self._fill(handle, path, item, piece, target.detach())
                 planner.commit_tensor(item, target)

@@ -24,22 +24,22 @@ def inspect_checkpoint(path: str | Path, verify: bool = False) -> dict[str, Any]
     steps = published_steps(directory) if directory.is_dir() and not (directory / MANIFEST).is_file() else []
     if not steps:
         return _facts(directory, read_manifest(directory), verify)
-    found = []
+    facts_of_each = []
     for step in steps:
         place = directory / step_name(step)
         try:
-            found.append(_facts(place, read_manifest(place), verify))
+            facts_of_each.append(_facts(place, read_manifest(place), verify))
         except CheckpointError as error:
-            found.append({"path": str(place), "step": step, "health": "damaged", "problems": [str(error)]})
-    intact = [facts["step"] for facts in found if facts["health"] != "damaged"]
+            facts_of_each.append({"path": str(place), "step": step, "health": "damaged", "problems": [str(error)]})
+    intact = [facts["step"] for facts in facts_of_each if facts["health"] != "damaged"]
     return {
         "path": str(directory),
         "steps": steps,
         "latest": steps[-1],
         "latest_whole": intact[-1] if intact else None,
         "unfinished": unpublished(directory),
-        "bytes": sum(facts.get("bytes", 0) for facts in found),
-        "checkpoints": found,
+        "bytes": sum(facts.get("bytes", 0) for facts in facts_of_each),
+        "checkpoints": facts_of_each,
     }
 
 

@@ -104,23 +104,23 @@ def _decode(data: Any, take: TakeTensor) -> Any:
     if kind == "bytes":
         return base64.b64decode(value)
     if kind == "dtype":
-        if not isinstance(found := getattr(torch, value), torch.dtype):
+        if not isinstance(dtype := getattr(torch, value), torch.dtype):
             raise TypeError(f"torch.{value} is no dtype")
-        return found
+        return dtype
     if kind == "device":
         return torch.device(value)
     if kind in _DICTS:
         pairs = [(_decode(k, take), _decode(v, take)) for k, v in value]
         return _DICTS[kind](dict(pairs) if kind == "counter" else pairs)
-    made: dict[str, Callable[[Any], Any]] = {
+    decoders: dict[str, Callable[[Any], Any]] = {
         "tuple": tuple,
         "set": set,
         "frozenset": frozenset,
         "complex": lambda v: complex(*v),
     }
-    if kind not in made:
+    if kind not in decoders:
         raise CheckpointError(f"a value has the tag {kind!r}, which this version of fullshard cannot read")
-    return made[kind](_decode(v, take) for v in value)
+    return decoders[kind](_decode(v, take) for v in value)
 
 
 def tensor_refs(data: Any) -> list[dict[str, Any]]:

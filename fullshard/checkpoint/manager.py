@@ -75,8 +75,8 @@ class CheckpointManager:
         runtime.use_spmd()
         publish.probe(self.path)
         self._background = BorrowedGroup()  # asynchronous saves use a process group that training does not use
-        found = exchange((published_steps(self.path), unpublished(self.path)), "start of checkpoints")[0]
-        self._known, self._stale = set(found[0]), found[1]
+        listing = exchange((published_steps(self.path), unpublished(self.path)), "start of checkpoints")[0]
+        self._known, self._stale = set(listing[0]), listing[1]
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -207,8 +207,8 @@ class CheckpointManager:
         self.join()
         requests = exchange((step, published_steps(self.path), unpublished(self.path)), "restore")
         steps, hidden = requests[0][1], requests[0][2]
-        if len({wanted for wanted, _, _ in requests}) > 1:
-            raise CheckpointError(f"ranks restore different steps: {[wanted for wanted, _, _ in requests]}")
+        if len({target for target, _, _ in requests}) > 1:
+            raise CheckpointError(f"ranks restore different steps: {[target for target, _, _ in requests]}")
         if hidden and runtime.is_main():
             runtime.get_logger().warning("%s: skipping unfinished saves: %s", self.path, ", ".join(hidden))
         if not steps:

@@ -120,10 +120,10 @@ def read_manifest(directory: str | Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: it is not text") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    found = re.fullmatch(r'(.*), "digest": "([0-9a-f]{64})"\}\n', text, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r'(.*), "digest": "([0-9a-f]{64})"\}\n', text, re.DOTALL)
+    if match is None:
         raise CheckpointError(f"{path} is damaged: it does not end with a digest ({len(text)} characters)")
-    body, expected = found[1] + "}", found[2]
+    body, expected = match[1] + "}", match[2]
     if _digest(body) != expected:
         raise CheckpointError(f"{path} is damaged: its digest is {_digest(body)}, expected {expected}")
     try:
@@ -266,17 +266,17 @@ def find_header_mismatches(directory: Path, manifest: Manifest, files: Iterable[
                 length = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(min(length, manifest.files[i].bytes)))
             header.pop("__metadata__", None)
-            found = {
+            actual = {
                 key: (entry["dtype"], 8 + length + entry["data_offsets"][0], entry["shape"])
                 for key, entry in header.items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             wrong.append(f"{path} has no readable header: {type(error).__name__}")
             continue
-        odd = sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))
+        odd = sorted(key for key in {*actual, *expected} if actual.get(key) != expected.get(key))
         if odd:
             wrong.append(
-                f"{path} and the manifest disagree about {odd[0]}: {found.get(odd[0])} and {expected.get(odd[0])}"
+                f"{path} and the manifest disagree about {odd[0]}: {actual.get(odd[0])} and {expected.get(odd[0])}"
             )
     return wrong
 
@@ -311,8 +311,8 @@ def published_steps(path: str | Path) -> list[int]:
         return []
     except OSError as error:
         raise CheckpointError(f"{path} cannot be listed: {error.strerror}") from error
-    found = (_STEP.fullmatch(name) for name in names)
-    return sorted(int(m[1]) for m in found if m and (Path(path) / m[0] / MANIFEST).is_file())
+    matches = (_STEP.fullmatch(name) for name in names)
+    return sorted(int(m[1]) for m in matches if m and (Path(path) / m[0] / MANIFEST).is_file())
 
 
 def unpublished(path: str | Path) -> list[str]:
@@ -356,12 +356,12 @@ def nearby(directory: Path) -> list[Path]:
         directory.parent,
         *([d for d in directory.iterdir() if d.is_dir()] if directory.is_dir() else []),
     ]
-    found: list[Path] = []
+    places: list[Path] = []
     for place in around:
         if (place / MANIFEST).is_file() and place != directory:
-            found.append(place)
-        found += [place / step_name(s) for s in reversed(published_steps(place)) if place.is_dir()]
-    return list(dict.fromkeys(found))
+            places.append(place)
+        places += [place / step_name(s) for s in reversed(published_steps(place)) if place.is_dir()]
+    return list(dict.fromkeys(places))
 
 
 def _list(paths: list[Path]) -> str:

@@ -81,8 +81,8 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _json(model: nn.Module, attribute: str) -> dict[str, Any] | None:
-    found = getattr(model, attribute, None)
-    return json.loads(found.to_json_string()) if found is not None and hasattr(found, "to_json_string") else None
+    config = getattr(model, attribute, None)
+    return json.loads(config.to_json_string()) if config is not None and hasattr(config, "to_json_string") else None
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:

@@ -95,8 +95,8 @@ def prepare_optimizer(
             for ref in json_tree.tensor_refs(value):
                 now = present.get(key) if ref is value else None
                 like = parameters[name] if key != STEP else None
-                tensors[ref["name"]] = made = plan.make(ref, like, mesh, now)
-                if key in SCALES and isinstance(now, torch.Tensor) and now.shape != made.shape:
+                tensors[ref["name"]] = tensor = plan.make(ref, like, mesh, now)
+                if key in SCALES and isinstance(now, torch.Tensor) and now.shape != tensor.shape:
                     plan.problems.append(
                         f"{label}: the 8-bit state of {name} was quantized in blocks that begin at its shards, and it "
                         f"is divided into other shards here; resume on {plan.manifest.world_size} rank(s) with the "
@@ -183,9 +183,9 @@ def _unlike_state(expected: dict[str, Any], shape: tuple[int, ...], saved: dict[
     for key in expected.keys() & saved.keys():
         now, value = expected[key], saved[key]
         if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
-            wanted = tuple(sizes.get(n, n) for n in now.shape)
-            if whole and tuple(value.shape) != wanted:
-                wrong.append(f"{key} has shape {tuple(value.shape)} in the checkpoint; expected {wanted}")
+            global_shape = tuple(sizes.get(n, n) for n in now.shape)
+            if whole and tuple(value.shape) != global_shape:
+                wrong.append(f"{key} has shape {tuple(value.shape)} in the checkpoint; expected {global_shape}")
         elif isinstance(now, torch.Tensor) and key != STEP:
             wrong.append(f"{key} is {value!r} in the checkpoint; expected a tensor")
         elif now is not None:
@@ -211,9 +211,9 @@ def _groups_differ(label: str, saved: list[list[str]], members: list[list[str]])
     parts = [f"{label}: its parameter groups differ from those of the checkpoint"]
     if len(saved) != len(members):
         parts.append(f"{len(members)} group(s) here, {len(saved)} there")
-    for where, found in (("only here", sorted(ours - theirs)), ("only in the checkpoint", sorted(theirs - ours))):
-        if found:
-            parts.append(f"{where}: {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else ""))
+    for where, names in (("only here", sorted(ours - theirs)), ("only in the checkpoint", sorted(theirs - ours))):
+        if names:
+            parts.append(f"{where}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
     if ours == theirs and len(saved) == len(members):
         moved = next(n for a, b in zip(members, saved, strict=True) for n in a if n not in b)
         parts.append(f"{moved} is in another group")

@@ -68,8 +68,8 @@ def make_directory(path: Path) -> None:
     """Create a directory and its parents, and fsync their entries."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync(made.parent)
+    for folder in missing:
+        sync(folder.parent)
 
 
 def write_manifest(directory: Path, manifest: manifests.Manifest) -> None:

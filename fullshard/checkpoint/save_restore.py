@@ -54,14 +54,14 @@ class HostBuffer:
 
     def copy(self, pieces: Iterable[TensorShard]) -> list[TensorShard]:
         """Copies of the shards; returns once the originals may change."""
-        found = [part for piece in pieces if (part := part_to_write(piece)) is not None]
-        parts = [part for part in found if not part.own]
+        to_write = [part for piece in pieces if (part := part_to_write(piece)) is not None]
+        parts = [part for part in to_write if not part.own]
         starts, end = [], 0
         for part in parts:
             starts.append(end)
             end += -(-part.local.numel() * part.local.element_size() // ALIGNMENT) * ALIGNMENT
         self._reserve(end)
-        copies = [_whole(part, part.local) for part in found if part.own]
+        copies = [_whole(part, part.local) for part in to_write if part.own]
         for part, start in zip(parts, starts, strict=True):
             size = part.local.numel() * part.local.element_size()
             copy = self._memory[start : start + size].view(part.local.dtype).view(part.local.shape)
@@ -120,11 +120,11 @@ def begin(
         return (str(place), step, list(state)), publish.new_token(), omitted
 
     requests = agree(offer, what, error=CheckpointError, watched=True)
-    asked = [request for request, _, _ in requests]
-    if odd := [rank for rank, theirs in enumerate(asked) if theirs != asked[0]]:
+    all_requests = [request for request, _, _ in requests]
+    if odd := [rank for rank, theirs in enumerate(all_requests) if theirs != all_requests[0]]:
         raise CheckpointError(
-            f"ranks save different states: rank 0 saves {_describe_request(asked[0])}, "
-            f"rank(s) {', '.join(map(str, odd))} {_describe_request(asked[odd[0]])}"
+            f"ranks save different states: rank 0 saves {_describe_request(all_requests[0])}, "
+            f"rank(s) {', '.join(map(str, odd))} {_describe_request(all_requests[odd[0]])}"
         )
     # A frozen parameter that changed on one rank only is written by all ranks.
     omitted = {name: set.intersection(*(theirs[name] for _, _, theirs in requests)) for name in requests[0][2]}
@@ -186,7 +186,7 @@ def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[TensorShar
     except CheckpointException as error:
         if runtime.is_main():
             publish.discard(save_job.hidden)
-        cause = next((found for rank, (found, _) in error.failures.items()), None)
+        cause = next((failure for rank, (failure, _) in error.failures.items()), None)
         raise CheckpointError(f"{save_job.what} failed, and nothing was published: {_from_torch(error)}") from cause
     except RuntimeError as error:  # the connection to another rank was lost
         raise connection_lost(save_job.what, error) from error
@@ -194,7 +194,7 @@ def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[TensorShar
 
 def _from_torch(error: CheckpointException) -> str:
     """The message of torch.distributed.checkpoint's error, with every rank that failed."""
-    return by_rank({rank: describe_error(found) for rank, (found, _) in error.failures.items()}) or str(error)
+    return by_rank({rank: describe_error(failure) for rank, (failure, _) in error.failures.items()}) or str(error)
 
 
 # --- restoring ------------------------------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ def check(directory: Path, verify: bool, what: str) -> Manifest:
     manifest = agree_locally(lambda: read_manifest(directory), what, error=CheckpointError, watched=True)
     mine = range(runtime.rank(), len(manifest.files), runtime.world_size())
 
-    found = agree(lambda: find_problems(directory, manifest, verify, mine), what, error=CheckpointError)
-    wrong = [line for lines in found for line in lines]
+    problems = agree(lambda: find_problems(directory, manifest, verify, mine), what, error=CheckpointError)
+    wrong = [line for lines in problems for line in lines]
     if wrong:
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
     return manifest

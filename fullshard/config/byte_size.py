@@ -21,10 +21,10 @@ def file_size(count: float) -> str:
 
 def parse_size(text: str) -> int:
     """The bytes of a size with its unit, such as `40GiB`, `512 MB` or `1.5TiB`; `ValueError` if it is none."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE)
-    if found is None or found[2].lower() not in UNITS or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE)
+    if match is None or match[2].lower() not in UNITS or not float(match[1]):
         raise ValueError(f"{text!r} is no size with its unit")
-    return round(float(found[1]) * UNITS[found[2].lower()])
+    return round(float(match[1]) * UNITS[match[2].lower()])
 
 
 def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:

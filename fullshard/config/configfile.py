@@ -78,11 +78,11 @@ def read_file(path: str | Path) -> ConfigFile:
 
 
 def _inside(folder: Path) -> Path:
-    found = [p for p in sorted(folder.glob("*")) if p.suffix in SUFFIXES]
-    named = [p for p in found if p.stem in ("fsdp_config", "default_config")] or found
+    candidates = [p for p in sorted(folder.glob("*")) if p.suffix in SUFFIXES]
+    named = [p for p in candidates if p.stem in ("fsdp_config", "default_config")] or candidates
     if len(named) != 1:
-        held = ", ".join(p.name for p in found) or "none"
-        raise ConfigError(f"{folder} is a directory; name the configuration file in it (found: {held})")
+        listing = ", ".join(p.name for p in candidates) or "none"
+        raise ConfigError(f"{folder} is a directory; name the configuration file in it (found: {listing})")
     return named[0]
 
 
@@ -134,7 +134,7 @@ def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> 
     options = [one for one in options if one.in_file]
     sections = {one.section for one in options} - {""}
     by_section = {s: [one for one in options if one.section == s] for s in (*sections, "")}
-    given, flattened = Given(), []
+    option_values, flattened = Given(), []
     for key, value in file.values.items():
         if key in sections:
             if value is None or value == []:
@@ -142,27 +142,27 @@ def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> 
             if not isinstance(value, dict):
                 raise ConfigError(f"{file.where(key)}: expected keys with values, got {shown(value)}")
             for inner, inner_value in value.items():
-                found = _find(str(inner), by_section[key], file.where(key, str(inner)), notes)
-                if found is None:
+                option = _find(str(inner), by_section[key], file.where(key, str(inner)), notes)
+                if option is None:
                     names = [name for one in by_section[key] for name in one.names]
                     hint = nearest_option(str(inner), by_section[key], names)
                     raise ConfigError(f"{file.where(key, str(inner))}: unknown key{hint}")
-                _take(found, inner_value, file.where(key, str(inner)), given)
+                _take(option, inner_value, file.where(key, str(inner)), option_values)
             continue
-        found = _find(key, by_section[""], file.where(key), notes)
-        if found is None:
-            found = _find(key, [one for s in sections for one in by_section[s]], file.where(key), notes, whole=True)
-            if found is not None:
-                flattened.append((found.section, key))
-        if found is None:
+        option = _find(key, by_section[""], file.where(key), notes)
+        if option is None:
+            option = _find(key, [one for s in sections for one in by_section[s]], file.where(key), notes, whole=True)
+            if option is not None:
+                flattened.append((option.section, key))
+        if option is None:
             names = [*sections, *(name for one in by_section[""] for name in one.names), *(o.key for o in options)]
             raise ConfigError(f"{file.where(key)}: unknown key{nearest_option(key, options, names)}")
-        _take(found, value, file.where(key), given)
+        _take(option, value, file.where(key), option_values)
     for section in sorted({s for s, _ in flattened}):
         keys = [key for s, key in flattened if s == section]
         first = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
         notes.append(f"{file.path}: {first} are at the top level; read as part of {section}")
-    return given
+    return option_values
 
 
 def _find(key: str, options: Iterable[Option], where: str, notes: list[str], whole: bool = False) -> Option | None:
@@ -178,18 +178,18 @@ def _find(key: str, options: Iterable[Option], where: str, notes: list[str], who
     return None
 
 
-def _take(one: Option, value: Any, where: str, given: Given) -> None:
-    if one.name in given.values:
-        raise ConfigError(f"{where} and {given.where[one.name]} both set {one.key}; keep one")
+def _take(one: Option, value: Any, where: str, option_values: Given) -> None:
+    if one.name in option_values.values:
+        raise ConfigError(f"{where} and {option_values.where[one.name]} both set {one.key}; keep one")
     if value is None:
         return
-    given.values[one.name] = convert(one, value, where)
-    given.where[one.name] = where
+    option_values.values[one.name] = convert(one, value, where)
+    option_values.where[one.name] = where
 
 
 def nest(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
     """Option values as the file stores them: by key, in sections."""
-    made: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     for one in options:
         if one.name in values and values[one.name] is not None:
             value = values[one.name]
@@ -198,8 +198,8 @@ def nest(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]
                 value = ",".join(value) if one.prefix else list(value)
             if value in ("true", "false"):
                 value = value == "true"  # an option that accepts names as well
-            (made.setdefault(one.section, {}) if one.section else made)[one.key] = value
-    return made
+            (sections.setdefault(one.section, {}) if one.section else sections)[one.key] = value
+    return sections
 
 
 def write_file(path: Path, values: Mapping[str, Any]) -> None:

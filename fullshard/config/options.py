@@ -136,23 +136,23 @@ class TakesOtherNames(type):
     """Metaclass: the constructor accepts every name of each option, as files do; the argument without a name is
     `output_dir`, as in transformers. Dataclasses that inherit from such a class accept the names too."""
 
-    def __call__(cls, *args: Any, **given: Any) -> Any:
-        if len(args) > 1 or (args and "output_dir" in given):
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        if len(args) > 1 or (args and "output_dir" in settings):
             raise ConfigError(f"{cls.__name__} takes one value without a name, output_dir; name the other settings.")
         fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
         names = names_of(cls) | {field.name: field.name for field in fields if field.name.startswith("_")}
         values: dict[str, Any] = {"output_dir": args[0]} if args else {}
-        for name, value in given.items():
+        for name, value in settings.items():
             if name not in names:
                 raise ConfigError(f"unknown setting {name!r}{nearest_option(name, options_of(cls), names)}")
             if names[name] in values:
                 raise ConfigError(f"{name} and another name of {names[name]} are both set; keep one.")
             values[names[name]] = value
         kind: Any = cls
-        made, takes = kind.__new__(kind), inspect.signature(kind.__init__).parameters
-        vars(made).update({name: value for name, value in values.items() if name not in takes})
-        kind.__init__(made, **{name: value for name, value in values.items() if name in takes})
-        return made
+        instance, takes = kind.__new__(kind), inspect.signature(kind.__init__).parameters
+        vars(instance).update({name: value for name, value in values.items() if name not in takes})
+        kind.__init__(instance, **{name: value for name, value in values.items() if name in takes})
+        return instance
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "__dataclass_fields__" and isinstance(value, dict):  # set by `dataclass`
@@ -201,7 +201,7 @@ def options_of(config: type) -> tuple[Option, ...]:
 
 def _read_options(config: type) -> tuple[Option, ...]:
     hints, texts = typing.get_type_hints(config), _field_texts(config)
-    found = []
+    options = []
     order = {name: place for place, base in enumerate(config.__mro__) for name in inspect.get_annotations(base)}
     fields = [field for field in dataclasses.fields(config) if not field.name.startswith("_")]
     for field in sorted(fields, key=lambda field: order[field.name]):  # inherited ones last
@@ -209,10 +209,10 @@ def _read_options(config: type) -> tuple[Option, ...]:
         factory: Any = field.default_factory
         default = factory() if factory is not dataclasses.MISSING else field.default
         about = {"kind": kind, "choices": choices, **_about_field(config, field.name)}
-        found.append(
+        options.append(
             Option(name=field.name, default=default, help=texts.get(field.name, ""), optional=optional, **about)
         )
-    return tuple(found)
+    return tuple(options)
 
 
 def _about_field(config: type, name: str) -> dict[str, Any]:
@@ -255,11 +255,11 @@ def _field_texts(config: type) -> dict[str, str]:
     return texts
 
 
-def convert(option: Option, value: Any, given: str) -> Any:
-    """A value from a file, a flag or a variable, converted to the option's type; `given` names its source in errors."""
+def convert(option: Option, value: Any, origin: str) -> Any:
+    """A value from a file, a flag or a variable, as the option's type; `origin` names its source in errors."""
     value = value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, str) and (wrong := _NOT_TEXT.search(value)):
-        raise ConfigError(f"{given}: {shown(value)} has the character {wrong[0]!r}, which is not part of a text")
+        raise ConfigError(f"{origin}: {shown(value)} has the character {wrong[0]!r}, which is not part of a text")
     if value is None or (option.optional and isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
         if value is None and not option.optional:
             return option.default  # a key without a value is ignored
@@ -271,7 +271,7 @@ def convert(option: Option, value: Any, given: str) -> Any:
             return option.besides(_as_text(value))
         return _KINDS[option.kind](value)
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise ConfigError(f"{given}: expected {option.values}, got {shown(value)}") from None
+        raise ConfigError(f"{origin}: expected {option.values}, got {shown(value)}") from None
 
 
 def shown(value: Any) -> str:
@@ -391,8 +391,6 @@ class Parsed:
 
     values: dict[str, Any]
     """By the option's name, converted."""
-    given: dict[str, str]
-    """By the option's name, as the user wrote the flag."""
     rest: list[str]
     """The words from the first one that is not a flag."""
 
@@ -407,7 +405,6 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
         for name in (one.key, *one.flags):
             known[name] = one
     values: dict[str, Any] = {}
-    given: dict[str, str] = {}
     left = list(words)
     while left and left[0].startswith("-") and left[0] != "-":
         word = left.pop(0)
@@ -415,23 +412,28 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
             break
         flag, equals, value = word.partition("=")
         name = flag.lstrip("-").replace("-", "_")
-        found, negated = known.get(name), False
-        if found is None and name.startswith("no_") and (found := known.get(name[3:])) and found.kind is bool:
+        flag_option, negated = known.get(name), False
+        if (
+            flag_option is None
+            and name.startswith("no_")
+            and (flag_option := known.get(name[3:]))
+            and flag_option.kind is bool
+        ):
             negated = True
-        if found is None or (negated and equals):
+        if flag_option is None or (negated and equals):
             hint = nearest_option(name, known.values(), known) or "."
             raise ConfigError(f"{command}: unknown flag {flag}{hint} See fullshard {command} --help.")
         if negated:
-            values[found.name], given[found.name] = False, flag
+            values[flag_option.name] = False
             continue
         if not equals:
-            follows = left and (found.besides is not None or left[0].lower() in (*TRUE, *FALSE))
-            alone = found.kind is bool and not (follows and not left[0].startswith("-"))
+            follows = left and (flag_option.besides is not None or left[0].lower() in (*TRUE, *FALSE))
+            alone = flag_option.kind is bool and not (follows and not left[0].startswith("-"))
             if alone:
                 value = "true"
             elif not left:
-                raise ConfigError(f"{command}: {flag} needs a value: {found.values}")
+                raise ConfigError(f"{command}: {flag} needs a value: {flag_option.values}")
             else:
                 value = left.pop(0)
-        values[found.name], given[found.name] = convert(found, value, flag), flag
-    return Parsed(values, given, left)
+        values[flag_option.name] = convert(flag_option, value, flag)
+    return Parsed(values, left)

@@ -82,14 +82,14 @@ def refuse_inputs(folder: Path, option: str, inputs: Inputs) -> None:
 def check_new_folder(folder: str | Path) -> Path:
     """The resolved path of an output directory, which must be new or empty, and not inside a checkpoint: a run removes
     its checkpoints."""
-    given = Path(folder).expanduser()
-    if given.exists() and (not given.is_dir() or any(given.iterdir())):
-        raise ConfigError(f"{given} exists already and is not empty; choose another directory.")
-    place = given.resolve()
+    target = Path(folder).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists already and is not empty; choose another directory.")
+    place = target.resolve()
     for above in (place, *place.parents):
         if _CHECKPOINT.fullmatch(above.name) and any(above.parent.glob("step-*/manifest.json")):
             raise ConfigError(
-                f"{given} is inside the checkpoints in {above.parent}, which a run adds and removes; choose a "
+                f"{target} is inside the checkpoints in {above.parent}, which a run adds and removes; choose a "
                 f"directory outside."
             )
     return place
@@ -124,11 +124,11 @@ def replaced_files(folder: Path) -> Iterator[Path]:
     import tempfile
 
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder) as made:
-        yield Path(made)
-        give_usual_modes(Path(made))
-        for file in sorted(p for p in Path(made).rglob("*") if p.is_file()):
-            target = folder / file.relative_to(made)
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder) as temporary:
+        yield Path(temporary)
+        give_usual_modes(Path(temporary))
+        for file in sorted(p for p in Path(temporary).rglob("*") if p.is_file()):
+            target = folder / file.relative_to(temporary)
             target.parent.mkdir(parents=True, exist_ok=True)
             sync(file)
             os.replace(file, target)

@@ -178,8 +178,8 @@ def prepare_tokenizer(
             )
         tokenizer.chat_template = chosen.text
     vocabulary = tokenizer.get_vocab()
-    wanted = dict.fromkeys((*(chosen.markers if chosen is not None else ()), *more))
-    added = [marker for marker in wanted if marker not in vocabulary]
+    markers = dict.fromkeys((*(chosen.markers if chosen is not None else ()), *more))
+    added = [marker for marker in markers if marker not in vocabulary]
     if added:
         tokenizer.add_special_tokens({"additional_special_tokens": added}, replace_extra_special_tokens=False)
     if chosen is not None and chosen.end in added:  # so that generation stops at the end of a turn
@@ -192,10 +192,10 @@ def prepare_tokenizer(
         if token is not None:
             setattr(tokenizer, name, token)
     if tokenizer.pad_token_id is None:
-        held = {tokenizer.eos_token_id: tokenizer.eos_token, tokenizer.unk_token_id: tokenizer.unk_token}
-        held.pop(None, None)
-        if held:
-            tokenizer.pad_token = next(iter(held.values()))
+        usable = {tokenizer.eos_token_id: tokenizer.eos_token, tokenizer.unk_token_id: tokenizer.unk_token}
+        usable.pop(None, None)
+        if usable:
+            tokenizer.pad_token = next(iter(usable.values()))
             pad = repr(tokenizer.pad_token)
             notes.append(f"the tokenizer has no padding token; {pad} is used (padding has no loss).")
         else:
@@ -234,13 +234,13 @@ def read_template(path: str) -> Template:
         raise ConfigError(
             f"chat_template_path: {path!r} is not a file, and no tokenizer could be loaded from it: {one_line(error)}"
         ) from None
-    found = template_of(other)
-    if found is None:
+    template = template_of(other)
+    if template is None:
         raise ConfigError(f"{option} holds a tokenizer without a chat template; expected one, or a Jinja file.")
-    check(found, str(place))
+    check(template, str(place))
     special = [token.content for _, token in sorted(other.added_tokens_decoder.items()) if token.special]
-    written = tuple(t for t in special if t in found or t == other.eos_token)
-    return Template(str(place), found, written, other.eos_token)
+    written = tuple(t for t in special if t in template or t == other.eos_token)
+    return Template(str(place), template, written, other.eos_token)
 
 
 def check(text: str, name: str) -> None:

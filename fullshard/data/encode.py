@@ -176,9 +176,9 @@ def _call_tokenizer(
     tokenizer: Any, documents: Sequence[Document], texts: Sequence[str], settings: TextSettings, offsets: bool
 ) -> list[tuple[list[int], Offsets | None]]:
     """The tokens and, if asked for, the token offsets of each text."""
-    found: list[tuple[list[int], Offsets | None]] = [([], None)] * len(texts)
-    given = settings.add_special_tokens
-    special = [document.messages is None if given is None else given for document in documents]
+    results: list[tuple[list[int], Offsets | None]] = [([], None)] * len(texts)
+    setting = settings.add_special_tokens
+    special = [document.messages is None if setting is None else setting for document in documents]
     for adds in set(special):
         mine = [i for i, one in enumerate(special) if one == adds]
         encoded = tokenizer(
@@ -189,8 +189,8 @@ def _call_tokenizer(
             verbose=False,
         )
         for place, i in enumerate(mine):
-            found[i] = list(encoded["input_ids"][place]), encoded["offset_mapping"][place] if offsets else None
-    return found
+            results[i] = list(encoded["input_ids"][place]), encoded["offset_mapping"][place] if offsets else None
+    return results
 
 
 def _encode_pretokenized(document: Document, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Encoded]:

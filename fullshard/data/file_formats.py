@@ -72,9 +72,9 @@ def read_file(path: Path, start: RowPosition = None, sample_by: str = "line") ->
         if kind in TEXTS:
             with open_file(path) as file:
                 head = file.read(8)
-            found = next((name for magic, name in CONTENT.items() if head.startswith(magic)), None)
-            if found is not None:
-                raise DataError(f"{path}: the content is that of a {found} file, not {kind}; rename it.")
+            actual_kind = next((name for magic, name in CONTENT.items() if head.startswith(magic)), None)
+            if actual_kind is not None:
+                raise DataError(f"{path}: the content is that of a {actual_kind} file, not {kind}; rename it.")
         reader = functools.partial(read_text, sample_by=sample_by) if kind == ".txt" else READERS[kind]
         yield from reader(path, start)
     except (OSError, EOFError, zlib.error) as error:
@@ -179,8 +179,8 @@ def _decode(decoder: json.JSONDecoder, text: str, begin: int, path: Path, where:
 
 
 def _skip(text: str, at: int) -> int:
-    found = _BLANK.match(text, at)
-    return found.end() if found else at
+    blank = _BLANK.match(text, at)
+    return blank.end() if blank else at
 
 
 def _rows_in(value: Any, path: Path) -> list[Any]:

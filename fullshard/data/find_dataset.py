@@ -71,8 +71,8 @@ def find_data(
                     f"{folder}: no file for the split {splits[0]!r} (such as {splits[0]}.jsonl); the folder holds "
                     f"{_held(folder)}."
                 )
-            held = evaluation[0] if evaluation else []
-            return file_source(train, sample_by), file_source(held, sample_by) if held else None
+            held_out = evaluation[0] if evaluation else []
+            return file_source(train, sample_by), file_source(held_out, sample_by) if held_out else None
     local = path.is_absolute() or name.startswith((".", "~")) or kind_of(path) or not _HUB.fullmatch(name)
     if local:
         raise DataError(

@@ -130,13 +130,13 @@ def _part(part: Any, what: str) -> str:
 
 def _weight(more: dict[str, Any], what: str) -> dict[str, int]:
     """Remove the weight from a message's keys: {"weight": 0 or 1}, or {} if it has none."""
-    given = {name: more.pop(name) for name in WEIGHTS if name in more}
-    for name, value in given.items():
+    settings = {name: more.pop(name) for name in WEIGHTS if name in more}
+    for name, value in settings.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise BadRow(f"{what} has the {name} {short(value)}; expected 0 or 1.")
-    if len({int(value) for value in given.values()}) > 1:
-        raise BadRow(f"{what} has {' and '.join(f'{k} {v}' for k, v in given.items())}; expected one of them.")
-    return {"weight": int(next(iter(given.values())))} if given else {}
+    if len({int(value) for value in settings.values()}) > 1:
+        raise BadRow(f"{what} has {' and '.join(f'{k} {v}' for k, v in settings.items())}; expected one of them.")
+    return {"weight": int(next(iter(settings.values())))} if settings else {}
 
 
 def _calls(more: dict[str, Any], call_text: Any, what: str) -> list[dict[str, Any]]:
@@ -150,8 +150,8 @@ def _calls(more: dict[str, Any], call_text: Any, what: str) -> list[dict[str, An
         calls = older
     if not calls:
         return []
-    found = calls if isinstance(calls, list) else [calls]
-    return [_call(call, f"{what}.tool_calls[{i}]") for i, call in enumerate(found)]
+    call_list = calls if isinstance(calls, list) else [calls]
+    return [_call(call, f"{what}.tool_calls[{i}]") for i, call in enumerate(call_list)]
 
 
 def _call(call: Any, what: str) -> dict[str, Any]:
@@ -184,8 +184,8 @@ def tools_of(value: Any) -> tuple[dict[str, Any], ...] | None:
     value = _parsed(value, "tools", "[")
     if value is None or (isinstance(value, str | list | tuple) and len(value) == 0):
         return None
-    found = list_of(value, "tools", "JSON schemas of functions")
-    tools = [plain(_parsed(tool, f"tools[{i}]", "{"), f"tools[{i}]") for i, tool in enumerate(found)]
+    schemas = list_of(value, "tools", "JSON schemas of functions")
+    tools = [plain(_parsed(tool, f"tools[{i}]", "{"), f"tools[{i}]") for i, tool in enumerate(schemas)]
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise BadRow(f"tools[{i}] is {short(tool)}; expected the JSON schema of a function.")
@@ -199,7 +199,7 @@ def template_kwargs_of(value: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(value, Mapping) or not all(isinstance(k, str) and k.isidentifier() for k in value):
         raise BadRow(f"`chat_template_kwargs` is {short(value)}; expected an object of names and values.")
-    taken = [name for name in value if name in RESERVED or name.endswith("_token")]
-    if taken:
-        raise BadRow(f"`chat_template_kwargs` sets {taken[0]}, which a row cannot set.")
+    reserved = [name for name in value if name in RESERVED or name.endswith("_token")]
+    if reserved:
+        raise BadRow(f"`chat_template_kwargs` sets {reserved[0]}, which a row cannot set.")
     return plain({k: v for k, v in value.items() if v is not None}, "`chat_template_kwargs`") or None

@@ -72,8 +72,8 @@ class PreparedRows:
         return list(self)
 
     def to_dict(self) -> dict[str, list[list[int]]]:
-        found: dict[str, list[list[int]]] = self[:]
-        return found
+        columns: dict[str, list[list[int]]] = self[:]
+        return columns
 
     def _row(self, number: int) -> dict[str, list[int]]:
         documents = self.table.documents(number)

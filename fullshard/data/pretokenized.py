@@ -26,19 +26,19 @@ def read_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     if not all(0 <= n < 2**31 for n in ids):
         raise BadRow(f"`input_ids` holds {short(next(n for n in ids if not 0 <= n < 2**31))}, which is not a token id.")
     begin, end = _kept(row, ids)
-    found: dict[str, Any] = {"input_ids": ids[begin:end]}
+    fields: dict[str, Any] = {"input_ids": ids[begin:end]}
     sizes = _lengths(row, begin, end, len(ids))
     if len(sizes) > 1:
-        found["seq_lengths"] = sizes
+        fields["seq_lengths"] = sizes
     if "labels" in row:
-        return {**found, "labels": _labels(row["labels"], ids)[begin:end]}
+        return {**fields, "labels": _labels(row["labels"], ids)[begin:end]}
     masks = {name: _mask(row[name], name, len(ids))[begin:end] for name in MASKS if name in row}
     if "assistant_masks" in masks:
-        pairs = zip(found["input_ids"], masks["assistant_masks"], strict=True)
-        found["labels"] = tuple(token if trained else IGNORED for token, trained in pairs)
+        pairs = zip(fields["input_ids"], masks["assistant_masks"], strict=True)
+        fields["labels"] = tuple(token if trained else IGNORED for token, trained in pairs)
     if "completion_mask" in masks:
-        found["completion_mask"] = masks["completion_mask"]
-    return found
+        fields["completion_mask"] = masks["completion_mask"]
+    return fields
 
 
 def check_prepared(row: Mapping[str, Any]) -> None:
@@ -89,23 +89,25 @@ def _kept(row: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, int]:
 
 def _lengths(row: Mapping[str, Any], begin: int, end: int, size: int) -> tuple[int, ...]:
     """The lengths of the documents in a row, padding excluded."""
-    found: tuple[int, ...] = (end - begin,)
+    lengths: tuple[int, ...] = (end - begin,)
     if "position_ids" in row:
         positions = _integers(row["position_ids"], "position_ids")
         if len(positions) != size:
             raise BadRow(f"{size} input_ids but {len(positions)} position_ids; expected as many.")
-        found = _restarts(positions[begin:end])
+        lengths = _restarts(positions[begin:end])
     if "seq_lengths" in row:
-        given = _integers(row["seq_lengths"], "seq_lengths")
-        if sum(given) != end - begin or min(given) < 1:
+        row_lengths = _integers(row["seq_lengths"], "seq_lengths")
+        if sum(row_lengths) != end - begin or min(row_lengths) < 1:
             raise BadRow(
-                f"`seq_lengths` is {short(given)}, with {end - begin} tokens in the row; expected the length of each "
-                f"document."
+                f"`seq_lengths` is {short(row_lengths)}, with {end - begin} tokens in the row; expected the length of "
+                f"each document."
             )
-        if "position_ids" in row and given != found:
-            raise BadRow(f"`seq_lengths` is {short(given)}, but `position_ids` restart after {short(found)} tokens.")
-        found = given
-    return found
+        if "position_ids" in row and row_lengths != lengths:
+            raise BadRow(
+                f"`seq_lengths` is {short(row_lengths)}, but `position_ids` restart after {short(lengths)} tokens."
+            )
+        lengths = row_lengths
+    return lengths
 
 
 def _restarts(positions: Sequence[int]) -> tuple[int, ...]:

@@ -87,11 +87,11 @@ def _is_truncated(error: json.JSONDecodeError) -> bool:
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object without duplicate keys. Python's parser would keep only the last value of a duplicate key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         raise BadRow(f"the key {short(next(n for n in names if names.count(n) > 1))} occurs twice.", None, BROKEN_JSON)
-    return found
+    return mapping
 
 
 _REPR = reprlib.Repr()

@@ -128,17 +128,17 @@ BadRows = list[tuple[str, str]]
 
 def parse_rows(batch: Sequence[RawRow], reading: Reading, counts: dict[str, Any]) -> list[Document]:
     """Parse the rows of a batch. Rows that are skipped are counted in `counts` by `count_bad`."""
-    found = []
+    documents = []
     for raw in batch:
         try:
-            found.append(_parse_row(raw, reading))
-            for name in found[-1].unused or ():
+            documents.append(_parse_row(raw, reading))
+            for name in documents[-1].unused or ():
                 count(counts, f"{UNUSED}{name}")
         except BadRow as bad:
             if reading.on_bad_row != "skip":
                 raise _error(raw, bad) from None
             count_bad(counts, bad.kind, f"{raw.where}: {bad.why}")
-    return found
+    return documents
 
 
 def parse_row(raw: RawRow, reading: Reading = DEFAULT_READING) -> Document:
@@ -262,11 +262,11 @@ def _conversation(row: Mapping[str, Any], turns: list[dict[str, Any]]) -> dict[s
         if turns[0]["role"] in ("system", "developer"):
             raise BadRow("the row has both a `system` column and a system message; expected one of them.")
         turns = [{"role": "system", "content": text_of(row["system"], "`system`")}, *turns]
-    found: dict[str, Any] = {"messages": tuple({k: v for k, v in t.items() if k != "weight"} for t in turns)}
+    fields: dict[str, Any] = {"messages": tuple({k: v for k, v in t.items() if k != "weight"} for t in turns)}
     if any("weight" in turn for turn in turns):
-        found["weights"] = tuple(turn.get("weight") for turn in turns)
+        fields["weights"] = tuple(turn.get("weight") for turn in turns)
     return {
-        **found,
+        **fields,
         "tools": tools_of(row.get("tools")),
         "template_kwargs": template_kwargs_of(row.get("chat_template_kwargs")),
     }
@@ -292,8 +292,8 @@ def _read_instruction(row: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise BadRow(f"history[{i}] is {short(pair)}; expected [question, answer].")
             turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    asked = [text_of(row[name], f"`{name}`") for name in ("instruction", "input") if name in row]
-    question = "\n\n".join(text for text in asked if text.strip())
+    parts = [text_of(row[name], f"`{name}`") for name in ("instruction", "input") if name in row]
+    question = "\n\n".join(text for text in parts if text.strip())
     answer = text_of(row["output"], "`output`")
     for name, text in (("instruction", question), ("output", answer)):
         if not text.strip():

@@ -108,9 +108,9 @@ def shuffled(source: DataSource, seed: int) -> DataSource:
     """The rows of a source in random order. They are read into memory."""
 
     def rows(start: RowPosition) -> Iterator[RawRow]:
-        held = list(source.rows(None))
-        order = np.random.Generator(np.random.PCG64([seed, 2])).permutation(len(held)).tolist()
-        return (replace(held[row], after=i + 1) for i, row in enumerate(order[start or 0 :], start or 0))
+        buffered = list(source.rows(None))
+        order = np.random.Generator(np.random.PCG64([seed, 2])).permutation(len(buffered)).tolist()
+        return (replace(buffered[row], after=i + 1) for i, row in enumerate(order[start or 0 :], start or 0))
 
     return DataSource(
         source.name, rows, lambda: _digest("shuffled", seed, source.fingerprint()), own_files=tuple(source.files)
@@ -167,21 +167,21 @@ def mix(sources: Sequence[DataSource], weights: Sequence[float], stopping: str =
             "places": [None] * len(sources),
             "ended": [False] * len(sources),
         }
-        taken, places, ended = list(begin["taken"]), list(begin["places"]), list(begin["ended"])
+        counts, places, ended = list(begin["taken"]), list(begin["places"]), list(begin["ended"])
         walks = [source.rows(place) for source, place in zip(sources, places, strict=True)]
         coming: list[RawRow | None] = [None] * len(sources)
         while not over(ended):
-            count = sum(taken) + 1
-            s = max(range(len(sources)), key=lambda s: shares[s] * count - taken[s])
+            count = sum(counts) + 1
+            s = max(range(len(sources)), key=lambda s: shares[s] * count - counts[s])
             row = coming[s] or next(walks[s], None)
             if row is None:
                 raise DataError(f"{sources[s].name}: no rows; expected at least one.")
-            taken[s] += 1
+            counts[s] += 1
             coming[s] = next(walks[s], None)
             places[s] = row.after
             if coming[s] is None:
                 ended[s], places[s], walks[s] = True, None, sources[s].rows(None)
-            yield replace(row, after={"taken": list(taken), "places": list(places), "ended": list(ended)})
+            yield replace(row, after={"taken": list(counts), "places": list(places), "ended": list(ended)})
 
     def fingerprint() -> str:
         return _digest("mix", list(weights), stopping, [source.fingerprint() for source in sources])
@@ -212,7 +212,7 @@ def _hold_back_random(source: DataSource, size: float, seed: int) -> tuple[DataS
     parts = source.parts if source.join else (source,)
 
     @functools.cache
-    def held() -> list[frozenset[int]]:
+    def held_out_rows() -> list[frozenset[int]]:
         ends = np.cumsum([sum(1 for _ in part.rows(None)) for part in parts])
         rows = int(ends[-1])
         count = int(size) if size >= 1 else max(1, round(size * rows))
@@ -229,7 +229,7 @@ def _hold_back_random(source: DataSource, size: float, seed: int) -> tuple[DataS
 
         def rows(start: RowPosition) -> Iterator[RawRow]:
             first, place = start or (0, None)
-            mine = held()[number]
+            mine = held_out_rows()[number]
             for i, row in enumerate(part.rows(place), first):
                 if (i in mine) == inside:
                     yield replace(row, after=(i + 1, row.after))

@@ -143,12 +143,12 @@ class _StreamCursor:
         while not self._available():  # the rest of the epoch has no rows, because the data has changed
             self._next_epoch()
             self._fill(sampler.batch)
-        taken: list[tuple[TokenTable, int]] = []
+        picks: list[tuple[TokenTable, int]] = []
         targets = tokens = 0
-        while self.open and len(taken) < sampler.batch:
+        while self.open and len(picks) < sampler.batch:
             page = self.open[0]
-            rows = page.order[page.used : page.used + sampler.batch - len(taken)]
-            taken += [(page.table, row) for row in rows.tolist()]
+            rows = page.order[page.used : page.used + sampler.batch - len(picks)]
+            picks += [(page.table, row) for row in rows.tolist()]
             targets += int(page.table.row_targets[rows].sum())
             tokens += int(page.table.row_sizes[rows].sum())
             page.used += len(rows)
@@ -156,16 +156,16 @@ class _StreamCursor:
                 break
             self._close_page()
         facts = self._facts()
-        first, at["before"] = at["before"], at["before"] + len(taken)
-        at["epoch_rows"] += len(taken)
+        first, at["before"] = at["before"], at["before"] + len(picks)
+        at["epoch_rows"] += len(picks)
         least = sampler.batch if sampler.drop_last else 1
         self._fill(least)
         ends = self._available() < least
         if ends:
             self._next_epoch()
-        numbers = np.arange(first, first + len(taken))
+        numbers = np.arange(first, first + len(picks))
         return Pick(
-            number, numbers, StreamRows(first, taken), targets, tokens, self._epoch(), ends, self._position(), facts
+            number, numbers, StreamRows(first, picks), targets, tokens, self._epoch(), ends, self._position(), facts
         )  # fmt: skip
 
     # --- pages ------------------------------------------------------------------------------------------------------
@@ -176,11 +176,11 @@ class _StreamCursor:
         if len(table):
             sampler.stream.check(table)
         if facts["bad"]:
-            found = "; ".join(facts["bad_rows"])
+            examples = "; ".join(facts["bad_rows"])
             runtime.warn_once(
                 "bad rows",
                 f"rows that cannot be used are left out and counted; on the first page with any: {bad_kinds(facts)}. "
-                f"The first ones: {found}",
+                f"The first ones: {examples}",
             )
         for name in unused_columns(facts):
             runtime.warn_once(f"unused {name}", f"the column `{name}` of the data is not used.")

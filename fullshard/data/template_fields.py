@@ -72,8 +72,10 @@ class CallForm(NamedTuple):
     def calling(self, message: ChatMessage, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The message with these calls, in this form."""
         content = message.get("content")
-        made = [{**call, "function": self._function(call["function"])} for call in calls] if self.text else [*calls]
-        return {**message, "content": self.content if content is None else content, "tool_calls": made}
+        rendered_calls = (
+            [{**call, "function": self._function(call["function"])} for call in calls] if self.text else [*calls]
+        )
+        return {**message, "content": self.content if content is None else content, "tool_calls": rendered_calls}
 
     def _function(self, function: Mapping[str, Any]) -> dict[str, Any]:
         return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
@@ -129,8 +131,8 @@ def renders_role(template: str, special: Special, role: str) -> bool:
         if role in ("system", "developer")
         else [[USER, call, message, ANSWER], [USER, ANSWER, message, ANSWER]]
     )
-    found = [_rendered(template, special, trial, None) for trial in trials]
-    return any(text is None or CONTENT in text for text in found)
+    renderings = [_rendered(template, special, trial, None) for trial in trials]
+    return any(text is None or CONTENT in text for text in renderings)
 
 
 def adapt_messages(

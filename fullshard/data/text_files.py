@@ -58,21 +58,21 @@ def read_text(path: Path, start: RowPosition, sample_by: str = "line") -> Iterat
         if start:
             lines.offset, lines.number = start
             file.seek(lines.offset)
-        held: list[str] = []
+        pending: list[str] = []
         first = lines.number + 1
         for line in lines:
-            if line.strip() or (held and sample_by == "document"):
-                first = first if held else lines.number
-                held.append(line)
-            if held and (sample_by == "line" or (sample_by == "paragraph" and not line.strip())):
-                yield _row_of_text(path, first, held, lines)
-                held = []
-        if held:
-            yield _row_of_text(path, first, held, lines)
+            if line.strip() or (pending and sample_by == "document"):
+                first = first if pending else lines.number
+                pending.append(line)
+            if pending and (sample_by == "line" or (sample_by == "paragraph" and not line.strip())):
+                yield _row_of_text(path, first, pending, lines)
+                pending = []
+        if pending:
+            yield _row_of_text(path, first, pending, lines)
 
 
-def _row_of_text(path: Path, first: int, held: list[str], lines: Lines) -> RawRow:
-    text = "".join(held).rstrip("\r\n").replace("\r\n", "\n")
+def _row_of_text(path: Path, first: int, text_lines: list[str], lines: Lines) -> RawRow:
+    text = "".join(text_lines).rstrip("\r\n").replace("\r\n", "\n")
     return RawRow(f"{path}, line {first}", {"text": text}, (lines.offset, lines.number))
 
 
@@ -81,20 +81,20 @@ def _row_of_text(path: Path, first: int, held: list[str], lines: Lines) -> RawRo
 
 def read_csv(path: Path, start: RowPosition) -> Iterator[RawRow]:
     """CSV with a header; the delimiter is detected from the header."""
-    found = []
+    delimiters = []
     for delimiter in DELIMITERS:
         # With the wrong delimiter, quotes may make the header invalid.
         with open_file(path) as file, contextlib.suppress(DataError):
             header = _header(path, Lines(file), delimiter)[0]
-            found += [delimiter] if len(header) > 1 else []
-    if len(found) > 1:
+            delimiters += [delimiter] if len(header) > 1 else []
+    if len(delimiters) > 1:
         with open_file(path) as file:
             line = next(Lines(file), "").strip()
         raise DataError(
-            f"{path}: the header {short(line)} has {' and '.join(DELIMITERS[d] for d in found)}; expected one "
+            f"{path}: the header {short(line)} has {' and '.join(DELIMITERS[d] for d in delimiters)}; expected one "
             f"delimiter. Quote column names that contain another one."
         )
-    return read_table(path, start, found[0] if found else ",")
+    return read_table(path, start, delimiters[0] if delimiters else ",")
 
 
 def _header(path: Path, lines: Lines, delimiter: str) -> tuple[list[str], Iterator[Any]]:
@@ -104,8 +104,8 @@ def _header(path: Path, lines: Lines, delimiter: str) -> tuple[list[str], Iterat
     records = _records(rows, lines, path)
     header: Any = next((fields for fields in records if fields), None)
     if header is None or isinstance(header, BadRow):
-        found = "the file is empty;" if header is None else header.why
-        raise DataError(f"{path}: {found} expected a line of column names.")
+        problem = "the file is empty;" if header is None else header.why
+        raise DataError(f"{path}: {problem} expected a line of column names.")
     return header, records
 
 

@@ -119,11 +119,11 @@ class TokenTable:
 
     def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
         """The documents of a row: (tokens, loss mask)."""
-        found = []
+        pieces = []
         for document in self.row_documents[slice(*self.row_starts[row : row + 2].tolist())].tolist():
             piece = slice(*self.document_starts[document : document + 2].tolist())
-            found.append((self.tokens[piece], self.loss_mask[piece]))
-        return found
+            pieces.append((self.tokens[piece], self.loss_mask[piece]))
+        return pieces
 
     def is_sound(self) -> bool:
         """Whether all files have the content that was written. Reads them."""
@@ -149,10 +149,10 @@ def unused_columns(facts: dict[str, Any]) -> dict[str, int]:
 # --- reading and making ---------------------------------------------------------------------------------------------
 
 
-def cache_root(given: str | None = None) -> Path:
-    """The folder of token tables: `given`, else `FULLSHARD_CACHE`, else the user's cache folder."""
-    if given or os.environ.get(CACHE_VARIABLE):
-        return Path(given or os.environ[CACHE_VARIABLE]).expanduser() / "tokens"
+def cache_root(folder: str | None = None) -> Path:
+    """The folder of token tables: `folder`, else `FULLSHARD_CACHE`, else the user's cache folder."""
+    if folder or os.environ.get(CACHE_VARIABLE):
+        return Path(folder or os.environ[CACHE_VARIABLE]).expanduser() / "tokens"
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fullshard" / "tokens"
 
 

@@ -66,18 +66,18 @@ def batch_rows(rows: Iterable[RawRow], page: int = 0) -> Iterator[RowBatch]:
 
     The last batch ends the data; it is the only one that may be empty.
     """
-    held: list[RawRow] = []
+    batch: list[RawRow] = []
     weight, on_page = 0, 0
     for row in rows:
         full_page = on_page == page and page > 0
-        if held and (full_page or len(held) == BATCH or weight >= WEIGHT):
-            yield RowBatch(held, full_page, False)
-            held, weight = [], 0
+        if batch and (full_page or len(batch) == BATCH or weight >= WEIGHT):
+            yield RowBatch(batch, full_page, False)
+            batch, weight = [], 0
             on_page = 0 if full_page else on_page
-        held.append(row)
+        batch.append(row)
         weight += _weight(row.value)
         on_page += 1
-    yield RowBatch(held, True, True)
+    yield RowBatch(batch, True, True)
 
 
 def _weight(value: Any) -> int:
@@ -93,14 +93,17 @@ def _weight(value: Any) -> int:
 def encode_chunk(rows: Sequence[RawRow], tokenizer: Any, settings: TextSettings) -> Chunk:
     """Tokenize the rows of a batch."""
     counts: Counter[Any] = Counter()
-    found = list(encode_rows(rows, tokenizer, settings, counts))
+    encoded = list(encode_rows(rows, tokenizer, settings, counts))
     bad_rows: Any = counts.pop("bad_rows", [])
-    if not found:
+    if not encoded:
         nothing = np.empty(0, np.int32)
         return Chunk(nothing, np.empty(0, np.uint8), nothing, nothing, np.empty(0, np.bool_), counts, bad_rows)
-    lengths = np.fromiter((len(one.tokens) for one in found), np.int32, len(found))
-    tokens, loss_mask = np.concatenate([one.tokens for one in found]), np.concatenate([one.loss_mask for one in found])
-    continues = np.fromiter((one.continues for one in found), np.bool_, len(found))
+    lengths = np.fromiter((len(one.tokens) for one in encoded), np.int32, len(encoded))
+    tokens, loss_mask = (
+        np.concatenate([one.tokens for one in encoded]),
+        np.concatenate([one.loss_mask for one in encoded]),
+    )
+    continues = np.fromiter((one.continues for one in encoded), np.bool_, len(encoded))
     targets = count_targets(loss_mask, lengths)
     return Chunk(tokens.astype(np.int32, copy=False), loss_mask, lengths, targets, continues, counts, bad_rows)
 
@@ -178,8 +181,8 @@ def pack_error(error: BaseException) -> tuple[str, str]:
 
 def unpack_error(kind: str, text: str) -> UserError:
     """The error that `pack_error` was given in another process."""
-    found = getattr(errors, kind, DataError)
-    return found(text)
+    error_class = getattr(errors, kind, DataError)
+    return error_class(text)
 
 
 class _Process:

@@ -1,6 +1,6 @@
 """Private parts of torch that fullshard uses. No other file of the package may name one.
 
-Each entry has a comment: why it is needed, the torch versions it was seen in, and what breaks without it.
+Each entry has a comment or docstring: why it is needed, the torch versions it was seen in, and what breaks without it.
 `tests/test_torch_private.py` checks every entry against the installed torch.
 
 Nothing is imported from `torch.distributed.tensor` before its first use: that takes longer than the rest of fullshard,
@@ -129,7 +129,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, _, path = NAMES[name].partition(":")
     try:
-        found = globals()[name] = functools.reduce(getattr, path.split("."), importlib.import_module(home))
+        value = globals()[name] = functools.reduce(getattr, path.split("."), importlib.import_module(home))
     except (ImportError, AttributeError) as error:
         problem = RuntimeSetupError(
             f"torch {torch.__version__} has no {home}.{path}, which fullshard needs; install torch 2.11, 2.12 or 2.13"
@@ -137,7 +137,7 @@ def __getattr__(name: str) -> Any:
         if version_numbers(torch.__version__) < TORCH_NEEDED:
             return functools.partial(_raise, problem)  # the package can be imported, not used
         raise problem from error
-    return found
+    return value
 
 
 def _raise(problem: RuntimeSetupError, *args: Any, **kwargs: Any) -> NoReturn:
@@ -147,41 +147,42 @@ def _raise(problem: RuntimeSetupError, *args: Any, **kwargs: Any) -> NoReturn:
 # --- sharded tensors --------------------------------------------------------------------------------------------------
 
 
-# This rank's shard, without autograd (`to_local` is an autograd operation). 2.11, 2.13. All sharded tensors break.
 def local_of(t: Any) -> torch.Tensor:
+    """This rank's shard, without autograd (`to_local` is an autograd operation). 2.11, 2.13. All sharded tensors
+    break."""
     local: torch.Tensor = t._local_tensor
     return local
 
 
-# In-place operators replace the shard of a tensor. 2.11, 2.13. In-place operators break.
 def set_local(t: Any, local: torch.Tensor) -> None:
+    """Replaces the shard of a tensor, as in-place operators do. 2.11, 2.13. In-place operators break."""
     t._local_tensor = local
 
 
-# Mesh, placements and global shape in one value. 2.11, 2.13. All sharded tensors break.
 def spec_of(t: Any) -> DTensorSpec:
+    """Mesh, placements and global shape in one value. 2.11, 2.13. All sharded tensors break."""
     spec: DTensorSpec = t._spec
     return spec
 
 
-# In-place operators change the layout of a tensor. 2.11, 2.13. In-place operators break.
 def set_spec(t: Any, spec: DTensorSpec) -> None:
+    """Changes the layout of a tensor, as in-place operators do. 2.11, 2.13. In-place operators break."""
     t._spec = spec
 
 
-# Whether this rank is in the mesh (`get_coordinate` is slower). 2.11, 2.13. Meshes of some of the ranks break.
 def is_in_mesh(mesh: Any) -> bool:
+    """Whether this rank is in the mesh (`get_coordinate` is slower). 2.11, 2.13. Meshes of some of the ranks break."""
     return bool(mesh._is_current_rank_part_of_mesh())
 
 
-# The mesh that a mesh such as `mesh["dp"]` is a part of, or itself. 2.11, 2.13. `FSDPv2(model, mesh["dp"])` of a model
-# that is also split over `mesh["tp"]` breaks.
 def root_mesh(mesh: Any) -> Any:
+    """The mesh that a mesh such as `mesh["dp"]` is a part of, or itself. 2.11, 2.13. `FSDPv2(model, mesh["dp"])` of
+    a model that is also split over `mesh["tp"]` breaks."""
     return mesh._get_root_mesh()
 
 
-# Makes a tensor hold the shard and the layout of another one. 2.11, 2.13. In-place operators break.
 def take_shard(t: Any, source: Any) -> None:
+    """Makes a tensor hold the shard and the layout of another one. 2.11, 2.13. In-place operators break."""
     t._local_tensor, t._spec = source._local_tensor, source._spec
 
 
@@ -191,42 +192,46 @@ def _dispatcher() -> Any:
     return DTensor._op_dispatcher
 
 
-# What torch's sharding rule wants for an operator, without running it. 2.11, 2.13. Every operator is replicated.
 def torch_sharding(op: Any, args: Any, kwargs: Any) -> Any:
+    """What torch's sharding rule wants for an operator, without running it. 2.11, 2.13. Every operator is
+    replicated."""
     dispatcher = _dispatcher()
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     return dispatcher.sharding_propagator.propagate_op_sharding(info.schema)
 
 
-# torch's table of operators with a function of their own, `(op, args, kwargs)`. 2.11, 2.13. DTensors on CPU draw the
-# same random numbers for each shard, and `GradScaler` refuses plain gradients among sharded ones.
 def custom_op_handlers() -> dict[Any, Callable[..., Any]]:
+    """torch's table of operators with a function of their own, `(op, args, kwargs)`. 2.11, 2.13. DTensors on CPU
+    draw the same random numbers for each shard, and `GradScaler` refuses plain gradients among sharded ones."""
     handlers: dict[Any, Callable[..., Any]] = _dispatcher()._custom_op_handlers
     return handlers
 
 
-# How torch treats a plain scalar beside a DTensor, `(op, scalar, mesh)`: as the same value on every rank; and its
-# replacement; not called where torch remembers the layouts. 2.11, 2.13. `loss += penalty` fails without a message.
 def replicate_scalar() -> Callable[..., Any]:
+    """How torch treats a plain scalar beside a DTensor, `(op, scalar, mesh)`: as the same value on every rank; and
+    its replacement; not called where torch remembers the layouts. 2.11, 2.13. `loss += penalty` fails without a
+    message."""
     replicate: Callable[..., Any] = _dispatcher()._try_replicate_spec_for_scalar_tensor
     return replicate
 
 
 def replace_replicate_scalar(replicate: Callable[..., Any]) -> None:
+    """Sets what `replicate_scalar` returns."""
     _dispatcher()._try_replicate_spec_for_scalar_tensor = replicate
 
 
-# The random operators that torch can run shard by shard on a GPU. 2.11, 2.13. They are drawn whole on every rank.
 def random_ops() -> Any:
+    """The random operators that torch can run shard by shard on a GPU. 2.11, 2.13. They are drawn whole on every
+    rank."""
     return _dispatcher()._random_ops
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-# Whether an optimizer of torch skips its update on the device where its attribute `found_inf`, a tensor, is 1; the
-# fused ones do. 2.11, 2.13. The host waits for the values of each step.
 def skips_on_device(optimizer: Any) -> bool:
+    """Whether an optimizer of torch skips its update on the device where its attribute `found_inf`, a tensor, is 1;
+    the fused ones do. 2.11, 2.13. The host waits for the values of each step."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and type(optimizer).__module__ in (
         "torch.optim.adam",
         "torch.optim.adamw",
@@ -234,45 +239,47 @@ def skips_on_device(optimizer: Any) -> bool:
     )
 
 
-# How often a tensor was written in place. 2.11, 2.13. Stale gathered parameters are not noticed.
 def version_of(t: torch.Tensor) -> int:
+    """How often a tensor was written in place. 2.11, 2.13. Stale gathered parameters are not noticed."""
     return t._version
 
 
-# The same of many sharded tensors and of their shards, with the tensors' identities. 2.11, 2.13. The same.
 def versions_of(tensors: Iterable[Any]) -> list[tuple[int, int, int]]:
+    """The same of many sharded tensors and of their shards, with the tensors' identities. 2.11, 2.13. The same."""
     return [(id(t), t._version, t._local_tensor._version) for t in tensors]
 
 
-# Whether two tensors share memory: the address of the storage object. 2.11, 2.13. An output may alias freed memory.
 def storage_id(t: torch.Tensor) -> int:
+    """Whether two tensors share memory: the address of the storage object. 2.11, 2.13. An output may alias freed
+    memory."""
     return t.untyped_storage()._cdata
 
 
-# Makes an ordinary tensor or parameter of an instance of a subclass of Tensor; `nn.Parameter` marks such instances.
-# 2.11, 2.13. Weights that were left in their files break when they are used.
 def become_ordinary(t: torch.Tensor) -> None:
+    """Makes an ordinary tensor or parameter of an instance of a subclass of Tensor; `nn.Parameter` marks such
+    instances. 2.11, 2.13. Weights that were left in their files break when they are used."""
     t.__class__ = nn.Parameter if t.__dict__.pop("_is_param", False) else torch.Tensor
 
 
-# The hooks of `register_hook` by handle; None without any. 2.11, 2.13. Hooks on parameters are lost at sharding.
 def backward_hooks(t: torch.Tensor) -> dict[int, Callable[..., Any]] | None:
+    """The hooks of `register_hook` by handle; None without any. 2.11, 2.13. Hooks on parameters are lost at
+    sharding."""
     return t._backward_hooks
 
 
-# Those of `register_post_accumulate_grad_hook`. 2.11, 2.13. The same.
 def post_accumulate_hooks(t: torch.Tensor) -> dict[int, Callable[..., Any]] | None:
+    """Those of `register_post_accumulate_grad_hook`. 2.11, 2.13. The same."""
     hooks: dict[int, Callable[..., Any]] | None = t._post_accumulate_grad_hooks
     return hooks
 
 
-# The attributes with both. 2.11, 2.13. The same.
 def hook_attributes() -> tuple[str, str]:
+    """The attributes with both. 2.11, 2.13. The same."""
     return "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
-# Both dicts themselves, so that handles still remove hooks. 2.11, 2.13. The same.
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Both dicts themselves, so that handles still remove hooks. 2.11, 2.13. The same."""
     for name in hook_attributes():
         if registered := getattr(source, name):
             setattr(target, name, registered)
@@ -281,24 +288,24 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-# An operator's arguments, and which it writes to. 2.11, 2.13. Dispatch breaks.
 def schema_of(op: Any) -> Any:
+    """An operator's arguments, and which it writes to. 2.11, 2.13. Dispatch breaks."""
     return op._schema
 
 
-# `int` in `aten.transpose.int`. 2.11, 2.13. `transpose_` and the like break.
 def overload_name(op: Any) -> str:
+    """`int` in `aten.transpose.int`. 2.11, 2.13. `transpose_` and the like break."""
     name: str = op._overloadname
     return name
 
 
-# `aten.transpose` of `aten.transpose.int`. 2.11, 2.13. `fullshard plan` counts no floating-point operations.
 def operator_packet(op: Any) -> Any:
+    """`aten.transpose` of `aten.transpose.int`. 2.11, 2.13. `fullshard plan` counts no floating-point operations."""
     return op._overloadpacket
 
 
-# Whether `op.decompose` works. 2.11, 2.13. Composite operators are replicated.
 def is_composite(op: Any) -> bool:
+    """Whether `op.decompose` works. 2.11, 2.13. Composite operators are replicated."""
     implicit = torch._C.DispatchKey.CompositeImplicitAutograd
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), implicit))
 
@@ -326,127 +333,135 @@ ATEN_OPERATORS = (
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-# The function through which every backward pass starts, and its replacement. 2.11, 2.13. FSDPv2 does not see gradients
-# that enter a unit through a tensor its forward did not return.
 def engine_run_backward() -> Callable[..., Any]:
+    """The function through which every backward pass starts, and its replacement. 2.11, 2.13. FSDPv2 does not see
+    gradients that enter a unit through a tensor its forward did not return."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward
     return run
 
 
 def replace_engine_run_backward(run: Callable[..., Any]) -> None:
+    """Sets what `engine_run_backward` returns."""
     torch.autograd._engine_run_backward = run
 
 
-# Calls a function when the running backward pass ends. 2.11, 2.13. Gradients are not reduced.
 def at_end_of_backward(call: Callable[[], Any]) -> None:
+    """Calls a function when the running backward pass ends. 2.11, 2.13. Gradients are not reduced."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-# The number of a node of autograd, in the order of recording. 2.11, 2.13. As `engine_run_backward`.
 def sequence_nr(node: Any) -> int:
+    """The number of a node of autograd, in the order of recording. 2.11, 2.13. As `engine_run_backward`."""
     number: int = node._sequence_nr()
     return number
 
 
-# Whether `allow_mutation_on_saved_tensors()` is in force. 2.11, 2.13. It corrupts gradients instead of being refused.
 def saved_tensors_are_mutable() -> bool:
+    """Whether `allow_mutation_on_saved_tensors()` is in force. 2.11, 2.13. It corrupts gradients instead of being
+    refused."""
     return bool(getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False))
 
 
-# Whether a transform of `torch.func` is running. 2.11, 2.13. It corrupts gradients instead of being refused.
 def in_functorch() -> bool:
+    """Whether a transform of `torch.func` is running. 2.11, 2.13. It corrupts gradients instead of being refused."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-# The function with which `torch.optim.Muon` updates a list of matrices, and its replacement. 2.11, 2.13. Muon works on
-# the pieces of a matrix, in bf16, and rounds differently from one device.
 def muon_function() -> Callable[..., Any]:
+    """The function with which `torch.optim.Muon` updates a list of matrices, and its replacement. 2.11, 2.13. Muon
+    works on the pieces of a matrix, in bf16, and rounds differently from one device."""
     function: Callable[..., Any] = torch.optim._muon.muon
     return function
 
 
 def replace_muon_function(function: Callable[..., Any]) -> None:
+    """Sets what `muon_function` returns."""
     torch.optim._muon.muon = function
 
 
-# Muon's orthogonalization of one whole matrix. 2.11, 2.13. The same.
 def orthogonalized(matrix: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:
+    """Muon's orthogonalization of one whole matrix. 2.11, 2.13. The same."""
     result: torch.Tensor = torch.optim._muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
     return result
 
 
-# Muon's learning rate for a matrix of a shape. 2.11, 2.13. The same.
 def muon_learning_rate(lr: float, adjust: str | None, shape: torch.Size) -> float:
+    """Muon's learning rate for a matrix of a shape. 2.11, 2.13. The same."""
     return float(torch.optim._muon._adjust_lr(lr, adjust, shape))
 
 
 # --- modules and data loaders -----------------------------------------------------------------------------------------
 
 
-# The dicts behind a module's attributes: `setattr` on the module runs checks that refuse to replace a parameter by
-# another tensor. 2.11, 2.13. Parameters cannot be swapped for gathered ones.
 def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """The dicts behind a module's attributes: `setattr` on the module runs checks that refuse to replace a
+    parameter by another tensor. 2.11, 2.13. Parameters cannot be swapped for gathered ones."""
     return module._parameters
 
 
 def set_parameters(values: Iterable[tuple[nn.Module, str, Any]]) -> None:
+    """Assigns parameters by module and name, without the checks of `setattr`. 2.11, 2.13. The same."""
     for module, name, value in values:
         module._parameters[name] = value
 
 
 def replace_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """Replaces the table that `parameters_of` returns."""
     module._parameters = parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own buffers by name. 2.11, 2.13. The same."""
     return module._buffers
 
 
 def submodules_of(module: nn.Module) -> dict[str, Any]:
+    """A module's direct children by name. 2.11, 2.13. The same."""
     return module._modules
 
 
-# Whether a call of a module runs more than its forward. 2.11, 2.13. Hooks inside fused LoRA layers do not run.
 def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module runs more than its forward. 2.11, 2.13. Hooks inside fused LoRA layers do not run."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
-# What `module.compile()` has made of the module's call, and its replacement. 2.11, 2.13. Compiled layers break.
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile wraps a module, or has compiled it in place."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` has made of the module's call. 2.11, 2.13. Compiled layers break."""
     call: Callable[..., Any] | None = module._compiled_call_impl
     return call
 
 
 def replace_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Sets what `compiled_call` returns."""
     module._compiled_call_impl = call
 
 
-# The module's call without compilation. 2.11, 2.13. A layer that cannot be compiled does not run.
 def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """The module's call without compilation. 2.11, 2.13. A layer that cannot be compiled does not run."""
     return module._call_impl
 
 
-# What the compiler raises instead of running a function: errors of its own, and a function that was compiled too often.
-# 2.11, 2.13. A layer that cannot be compiled ends the run.
 def compiler_errors() -> tuple[type[Exception], ...]:
+    """What the compiler raises instead of running a function: errors of its own, and a function that was compiled
+    too often. 2.11, 2.13. A layer that cannot be compiled ends the run."""
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
 
-# Lets `torch.compiler.is_compiling()` say yes in a block. 2.11, 2.13. `fullshard plan` prices compiled layers as if
-# they were not.
 @contextlib.contextmanager
 def compiling_flag() -> Iterator[None]:
+    """Lets `torch.compiler.is_compiling()` say yes in a block. 2.11, 2.13. `fullshard plan` prices compiled layers
+    as if they were not."""
     before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
     try:
         yield
@@ -454,9 +469,9 @@ def compiling_flag() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-# The compiler's choice of what forward saves for backward: a joint graph as one of forward and one of backward; the
-# outputs of forward come first. 2.11, 2.13. The same.
 def min_cut_partition(joint: torch.fx.Graph, outputs: int) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """The compiler's choice of what forward saves for backward: a joint graph as one of forward and one of
+    backward; the outputs of forward come first. 2.11, 2.13. The same."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     module = torch.fx.GraphModule(torch.nn.Module(), joint)
@@ -464,84 +479,87 @@ def min_cut_partition(joint: torch.fx.Graph, outputs: int) -> tuple[torch.fx.Gra
     return forward.graph, backward.graph
 
 
-# The operators that the compiler fuses with others, without the names of overloads. 2.11, 2.13. The same.
 @functools.cache
 def fusible_operators() -> frozenset[Any]:
+    """The operators that the compiler fuses with others, without the names of overloads. 2.11, 2.13. The same."""
     from torch._functorch.partitioners import get_default_op_list
 
     return frozenset(get_default_op_list().fusible_ops)
 
 
-# The function behind an operator of `torch.library.custom_op`; None for other operators. 2.11, 2.13. The same.
 def implementation_of(op: Any) -> Callable[..., Any] | None:
+    """The function behind an operator of `torch.library.custom_op`; None for other operators. 2.11, 2.13. The same."""
     from torch._library.custom_ops import OPDEFS
 
-    found = OPDEFS.get(op._schema.name) if hasattr(op, "_schema") else None
-    return None if found is None else found._init_fn
+    operator = OPDEFS.get(op._schema.name) if hasattr(op, "_schema") else None
+    return None if operator is None else operator._init_fn
 
 
-# How the compiler marks the nodes of a checkpointed module in a graph. 2.11, 2.13. The same.
 def recomputed_node_meta() -> dict[str, Any]:
+    """How the compiler marks the nodes of a checkpointed module in a graph. 2.11, 2.13. The same."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 0}
 
 
-# Buffers that a state dict leaves out. 2.11, 2.13. They are looked for in the model's files.
 def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Buffers that a state dict leaves out. 2.11, 2.13. They are looked for in the model's files."""
     return module._non_persistent_buffers_set
 
 
-# A copied DataLoader shares the iterator of persistent workers. 2.11, 2.13. Two loaders read from one iterator.
 def forget_iterator(loader: Any) -> None:
+    """A copied DataLoader shares the iterator of persistent workers. 2.11, 2.13. Two loaders read from one iterator."""
     vars(loader)["_iterator"] = None
 
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 
-# A mesh without process groups, for a rank that is not in it. 2.11, 2.13. Unsorted meshes of some of the ranks break.
 def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> Any:
+    """A mesh without process groups, for a rank that is not in it. 2.11, 2.13. Unsorted meshes of some of the ranks
+    break."""
     return dist.device_mesh.DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
-# The device types of a group, and the backend of one of them. 2.11, 2.13. Groups with two backends break.
 def device_types(group: Any) -> set[str]:
+    """The types of device of a group. 2.11, 2.13. Groups with two backends break."""
     return {device.type for device in group._device_types}
 
 
 def backend_for(group: Any, device_type: str) -> Any:
+    """The backend of a group for one type of device. 2.11, 2.13. Groups with two backends break."""
     return group._get_backend(torch.device(device_type))
 
 
-# The time limit of a backend's operations. 2.11, 2.13. The watchdog uses its own default.
 def backend_timeout(backend: Any) -> float:
+    """The time limit of a backend's operations. 2.11, 2.13. The watchdog uses its own default."""
     return float(backend.options._timeout.total_seconds())
 
 
-# Changes the time limit of a group. 2.11, 2.13. torch ends a process before the watchdog has found the lost rank.
 def set_group_timeout(group: Any, limit: timedelta) -> None:
+    """Changes the time limit of a group. 2.11, 2.13. torch ends a process before the watchdog has found the lost
+    rank."""
     dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
-# The store of the default group. 2.11, 2.13. No heartbeats.
 def default_store() -> Any:
+    """The store of the default group. 2.11, 2.13. No heartbeats."""
     return dist.distributed_c10d._get_default_store()
 
 
-# What object collectives (`all_gather_object` and its like) pickle with. 2.13. They unpickle whatever arrives.
 def sign_objects(pickler: Any) -> None:
+    """What object collectives (`all_gather_object` and its like) pickle with. 2.13. They unpickle whatever arrives."""
     dist.distributed_c10d._pickler = dist.distributed_c10d._unpickler = pickler
 
 
-# All groups of this process. 2.11, 2.13. Waits in them are not ended when a rank is lost.
 def all_groups() -> list[Any]:
+    """All groups of this process. 2.11, 2.13. Waits in them are not ended when a rank is lost."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
-# Names the groups made in the block. 2.11, 2.13. Ranks that made different numbers of groups never meet.
 @contextlib.contextmanager
 def group_name(name: str) -> Iterator[None]:
+    """Names the groups made in the block. 2.11, 2.13. Ranks that made different numbers of groups never meet."""
     torch_names = dist.distributed_c10d._process_group_name
     dist.distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
     try:

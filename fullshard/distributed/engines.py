@@ -266,19 +266,19 @@ def choose(env: Mapping[str, str], torch: str | None, torch_xla: str | None) -> 
         and version_numbers(torch) == version_numbers(torch_xla) >= TORCH_XLA_NEEDED
     ):
         offered.append("xla")
-    asked = env.get(ENGINE_VARIABLE, "")
-    if asked not in ("", "torch", "xla"):
-        raise RuntimeSetupError(f"{ENGINE_VARIABLE}={asked}: expected torch or xla.")
-    found = (
+    requested = env.get(ENGINE_VARIABLE, "")
+    if requested not in ("", "torch", "xla"):
+        raise RuntimeSetupError(f"{ENGINE_VARIABLE}={requested}: expected torch or xla.")
+    reasons = (
         f"torch {torch or 'is not installed'}, torch_xla {torch_xla or 'is not installed'}. The torch engine needs "
         f"torch {_dotted(TORCH_NEEDED)} or newer; the xla engine needs torch {_dotted(TORCH_XLA_NEEDED)} or newer and "
         f"the torch_xla of the same version."
     )
-    if asked and asked not in offered:
-        raise RuntimeSetupError(f"{ENGINE_VARIABLE}={asked}: this engine cannot run here: {found}")
+    if requested and requested not in offered:
+        raise RuntimeSetupError(f"{ENGINE_VARIABLE}={requested}: this engine cannot run here: {reasons}")
     if not offered:
-        raise RuntimeSetupError(f"No engine can run in this installation: {found}")
-    return asked or offered[0]
+        raise RuntimeSetupError(f"No engine can run in this installation: {reasons}")
+    return requested or offered[0]
 
 
 def _version(package: str) -> str | None:

@@ -122,16 +122,16 @@ class JobStore:
             with self._lock:
                 raw = bytes(self._store.get(name)) if key in self._existing or self._store.check([name]) else b""
                 now = self.open(key, raw) if raw else None
-                wanted = new(now)
-                if wanted == now:
-                    return wanted
+                value = new(now)
+                if value == now:
+                    return value
                 # Larger than the last number, and not that of another process which writes the same text now.
                 number = (self._seen.get(key, (0, b""))[0] >> 32) + 1 << 32 | _chance.getrandbits(32)
-                signed = self.sign(key, number, wanted)
+                signed = self.sign(key, number, value)
                 if bytes(self._store.compare_set(name, raw, signed)) == signed:
                     self._existing.add(key)
                     self.open(key, signed)
-                    return wanted
+                    return value
             tries += 1
             time.sleep(_chance.uniform(0, 0.002 * min(tries, 50)))
 
@@ -222,14 +222,18 @@ def listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 def _bound(host: str, port: int) -> socket.socket:
     """A listening socket on the interface of `host`."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    named_loopback = not _is_loopback(host) and all(_is_loopback(str(address[0])) for *_, address in found)
-    if host != "localhost" and named_loopback or not any(_is_ours(family, address) for family, *_, address in found):
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    named_loopback = not _is_loopback(host) and all(_is_loopback(str(address[0])) for *_, address in addresses)
+    if (
+        host != "localhost"
+        and named_loopback
+        or not any(_is_ours(family, address) for family, *_, address in addresses)
+    ):
         both = socket.has_dualstack_ipv6()
         return socket.create_server(
             ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=1024, dualstack_ipv6=both
         )
-    family, *_, address = next(one for one in found if _is_ours(one[0], one[4]))
+    family, *_, address = next(one for one in addresses if _is_ours(one[0], one[4]))
     return socket.create_server(address[:2], family=family, backlog=1024)
 
 

@@ -52,16 +52,16 @@ def state_of(process: Process | None) -> str:
     """A process's state: "dead", "stopped", "alive"; "" if it is on another node."""
     if process is None or not process.node or process.node != node_id():
         return ""
-    found = stat_of(process.pid)
-    if found is None or found[0] in "ZX" or found[1] != process.start:
+    stat = stat_of(process.pid)
+    if stat is None or stat[0] in "ZX" or stat[1] != process.start:
         return "dead"
-    return "stopped" if found[0] in "Tt" else "alive"
+    return "stopped" if stat[0] in "Tt" else "alive"
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process of this node is stopped, by a signal or a debugger."""
-    found = stat_of(pid)
-    return found is not None and found[0] in "Tt"
+    stat = stat_of(pid)
+    return stat is not None and stat[0] in "Tt"
 
 
 def stat_of(pid: int) -> tuple[str, str] | None:

@@ -54,9 +54,9 @@ class _Display:
 class Bar(_Display):
     """A progress bar that counts bytes."""
 
-    def __init__(self, what: str, total: int, wanted: bool = True):
+    def __init__(self, what: str, total: int, enabled: bool = True):
         console = Terminal(stderr=True)
-        if wanted and runtime.is_main() and console.is_terminal:
+        if enabled and runtime.is_main() and console.is_terminal:
             columns = (
                 TextColumn(what, markup=False),
                 BarColumn(20),

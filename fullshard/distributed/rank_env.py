@@ -41,8 +41,8 @@ class Launch:
 
 def read_launcher(env: Mapping[str, str]) -> Launch:
     """The place that torchrun's variables assign to this process; without them the world size is 1."""
-    given = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name)}
-    if not given:
+    variables = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name)}
+    if not variables:
         return Launch()
     rank, world_size = _launcher_int(env, "RANK"), _launcher_int(env, "WORLD_SIZE", at_least=1)
     if rank >= world_size:
@@ -83,9 +83,9 @@ def _launcher_int(env: Mapping[str, str], name: str, at_least: int = 0) -> int:
 
 def _missing(name: str, env: Mapping[str, str]) -> RuntimeSetupError:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    given = ", ".join(f"{n}={env[n]}" for n in names if env.get(n))
+    present = ", ".join(f"{n}={env[n]}" for n in names if env.get(n))
     return RuntimeSetupError(
-        f"{name} is not set, but {given} is. Start the processes with torchrun, which sets all of "
+        f"{name} is not set, but {present} is. Start the processes with torchrun, which sets all of "
         f"{', '.join(names)}; or unset them to run one process."
     )
 
@@ -102,18 +102,18 @@ def gpu_count() -> int:
     return accelerator.count()
 
 
-def choose_device(wanted: str | None, local_rank: int, gpus: int, found: str = "") -> torch.device:
-    """The device `wanted`, else a GPU by local rank, else the CPU. `found`: the type of the GPUs."""
-    found = found or accelerator.kind()
-    if wanted not in (None, "", "cpu", *KINDS):
+def choose_device(requested: str | None, local_rank: int, gpus: int, gpu_kind: str = "") -> torch.device:
+    """The device `requested`, else a GPU by local rank, else the CPU. `gpu_kind`: the type of the GPUs."""
+    gpu_kind = gpu_kind or accelerator.kind()
+    if requested not in (None, "", "cpu", *KINDS):
         known = " or ".join(repr(name) for name in ("cpu", *KINDS))
-        raise RuntimeSetupError(f"Device {wanted!r} is not supported: expected {known} ({DEVICE_VARIABLE}).")
-    if wanted in KINDS and (gpus == 0 or wanted != found):
-        seen = f" of that type, only {found!r}" if gpus else ""
-        raise RuntimeSetupError(f"Device {wanted!r} was requested, but torch sees no GPU{seen} here. Use 'cpu'.")
-    if wanted == "cpu" or gpus == 0:
+        raise RuntimeSetupError(f"Device {requested!r} is not supported: expected {known} ({DEVICE_VARIABLE}).")
+    if requested in KINDS and (gpus == 0 or requested != gpu_kind):
+        seen = f" of that type, only {gpu_kind!r}" if gpus else ""
+        raise RuntimeSetupError(f"Device {requested!r} was requested, but torch sees no GPU{seen} here. Use 'cpu'.")
+    if requested == "cpu" or gpus == 0:
         return torch.device("cpu")
-    return torch.device(found, local_rank % gpus)
+    return torch.device(gpu_kind, local_rank % gpus)
 
 
 def choose_backend(device_type: str, *, own: bool) -> str:
@@ -131,10 +131,10 @@ def choose_backend(device_type: str, *, own: bool) -> str:
     return f"cpu:gloo,{device_type}:{known.backend if own else 'gloo'}"
 
 
-def choose_init_timeout(given: float | None, env: Mapping[str, str]) -> float:
+def choose_init_timeout(argument: float | None, env: Mapping[str, str]) -> float:
     """Seconds to wait for the other ranks: the argument, else the environment variable, else the default."""
-    source, value = "init_timeout", given
-    if given is None and env.get(INIT_TIMEOUT_VARIABLE):
+    source, value = "init_timeout", argument
+    if argument is None and env.get(INIT_TIMEOUT_VARIABLE):
         source, text = INIT_TIMEOUT_VARIABLE, env[INIT_TIMEOUT_VARIABLE]
         try:
             value = float(text)

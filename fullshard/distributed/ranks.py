@@ -137,8 +137,8 @@ def require_equal(facts: Mapping[str, Any], what: str) -> None:
     """Raise on all ranks if a fact that decides the result is not the same on all; the error names it, its values and
     their ranks. Versions are compared too."""
     values = exchange({**versions(), **_plain(facts)}, f"comparing {what}", watched=False)
-    if found := differences(dict(enumerate(values))):
-        raise ConfigError(f"the ranks would train differently: {found}. Start all ranks with the same {what}.")
+    if difference := differences(dict(enumerate(values))):
+        raise ConfigError(f"the ranks would train differently: {difference}. Start all ranks with the same {what}.")
 
 
 def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,10 +90,10 @@ def meet(store: JobStore, launch: Launch, device: torch.device, seconds: float, 
             )
         everyone = [f"here/{rank}" for rank in range(launch.world_size)]
         _wait_for(store, everyone, launch, seconds, warn)
-        found = store.read(everyone)
-        if len(found) < len(everyone):
+        introductions = store.read(everyone)
+        if len(introductions) < len(everyone):
             raise _refused(store, launch)
-        ranks = [Introduction(**parse(found[key])) for key in everyone]
+        ranks = [Introduction(**parse(introductions[key])) for key in everyone]
         store.put("met", json.dumps({**asdict(_learn(ranks)), "first": ranks[0].facts}))
     _wait_for(store, ["met"], launch, seconds, warn)
     answer = store.read(["met"])

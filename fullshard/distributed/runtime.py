@@ -112,7 +112,7 @@ def shutdown() -> None:
     if not owned or not dist.is_initialized():
         return
     assert _leaving is not None
-    _leaving.asked.set()
+    _leaving.leave.set()
     _leaving.join(SHUTDOWN_PATIENCE)
 
 
@@ -136,11 +136,11 @@ class _Leaving(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="fullshard-shutdown", daemon=True)
-        self.asked = threading.Event()
+        self.leave = threading.Event()
         self.start()
 
     def run(self) -> None:
-        self.asked.wait()
+        self.leave.wait()
         try:
             dist.destroy_process_group()
         except Exception as error:  # the program ends: nothing is left to do
@@ -216,13 +216,13 @@ def device() -> torch.device:
 def device_note() -> str:
     """What to know about this machine's accelerator: its type has no entry in `device_kinds.KINDS`, or fullshard was
     never run on it; "" if neither is so."""
-    found, kind = accelerator.found(), accelerator.kind()
-    if found and kind == "cpu":
+    reported, kind = accelerator.found(), accelerator.kind()
+    if reported and kind == "cpu":
         return (
-            f"torch reports an accelerator of type {found!r}, which fullshard does not support, so the CPU is used. "
+            f"torch reports an accelerator of type {reported!r}, which fullshard does not support, so the CPU is used. "
             f"Supported types: {', '.join(KINDS)}; docs/devices.md tells what another one needs."
         )
-    if found and not KINDS[kind].tested:
+    if reported and not KINDS[kind].tested:
         return (
             f"Devices of type {kind!r} have not been tried with fullshard so far. Compare the first losses with those "
             f"of a short run on the CPU ({DEVICE_VARIABLE}=cpu); see docs/devices.md."

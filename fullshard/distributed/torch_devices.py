@@ -125,9 +125,9 @@ def _place_by_host() -> Launch:
     return Launch(me, len(hosts), here.index(me), len(here), len(set(hosts)))
 
 
-def _adopted_device(wanted: str | None) -> torch.device:
+def _adopted_device(requested: str | None) -> torch.device:
     assert dist.group.WORLD is not None
-    chosen = choose_device(wanted, 0, gpu_count() if groups.carries(dist.group.WORLD, accelerator.kind()) else 0)
+    chosen = choose_device(requested, 0, gpu_count() if groups.carries(dist.group.WORLD, accelerator.kind()) else 0)
     # The program that created the group has also chosen the GPU.
     return accelerator.current() if accelerator.is_accelerator(chosen) else chosen
 

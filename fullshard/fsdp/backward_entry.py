@@ -134,15 +134,15 @@ def _drop_old_calls() -> None:
 
 def _calls_around(number: int) -> list[UnitCall]:
     """The calls during which an operation ran, outermost first."""
-    found: list[UnitCall] = []
+    around: list[UnitCall] = []
     calls = _calls.outermost
     while calls:
         index = bisect.bisect_right(calls, number, key=lambda call: call.first) - 1
         if index < 0 or number >= calls[index].last:
             break
-        found.append(calls[index])
+        around.append(calls[index])
         calls = calls[index].inner
-    return found
+    return around
 
 
 def hook_entries(tensors: Sequence[Any]) -> list[float]:
@@ -241,9 +241,9 @@ def in_backward() -> bool:
 def _with_gathered_values(inputs: Sequence[Any], accumulate: bool) -> tuple[Any, ...]:
     """The `inputs=` of a backward with gathered values in place of shards: those are the leaves of the graph."""
     by_shard = {id(p.shard): p for engine in engines for unit in engine.units for p in unit.parameters}
-    found: list[Any] = []
-    for given in inputs:
-        t = given if isinstance(given, torch.Tensor) else getattr(given.node, "variable", None)
+    edges: list[Any] = []
+    for entry in inputs:
+        t = entry if isinstance(entry, torch.Tensor) else getattr(entry.node, "variable", None)
         if t is not None and t in shard.replaced:
             raise FSDPError(
                 f"backward(inputs=…) names {shard.replaced[t].plan.name} as it was before the module was wrapped, "
@@ -251,7 +251,7 @@ def _with_gathered_values(inputs: Sequence[Any], accumulate: bool) -> tuple[Any,
             )
         p = by_shard.get(id(t))
         if p is None:
-            found.append(given)
+            edges.append(entry)
             continue
         if not accumulate:
             raise FSDPError(
@@ -259,5 +259,5 @@ def _with_gathered_values(inputs: Sequence[Any], accumulate: bool) -> tuple[Any,
                 f"ranks and written to .grad. Call loss.backward(inputs=[…]), which leaves all other parameters "
                 f"unchanged, and read .grad"
             )
-        found += [leaf for leaf in (p.full, p.full_global) if leaf is not None]
-    return tuple(found)
+        edges += [leaf for leaf in (p.full, p.full_global) if leaf is not None]
+    return tuple(edges)

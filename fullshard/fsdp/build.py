@@ -292,22 +292,22 @@ def _sharded(
 ) -> ShardedParameter:
     """A parameter of the plan, sharded. The whole value is not kept, so that its memory is free afterwards."""
     sites = [(modules[path], name) for path, _, name in (full.rpartition(".") for full in plan.names)]
-    held = [parameters_of(module)[name] for module, name in sites]
-    known = next((earlier[id(p)] for p in held if id(p) in earlier), None)
+    parameters = [parameters_of(module)[name] for module, name in sites]
+    known = next((earlier[id(p)] for p in parameters if id(p) in earlier), None)
     if known is not None:
         known.sites = sites
         known.follow(plan)
         known.show_shard()
         return known
-    parameter: Any = held[0]
+    parameter: Any = parameters[0]
     offload = options.cpu_offload or plan.on_host
     if (tied := shard.replaced.get(parameter)) is not None:  # to one of another module, which was wrapped alone
-        made = tied.shard_for(plan, options.mesh, offload)
+        tensor = tied.shard_for(plan, options.mesh, offload)
     else:
-        made = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=offload, meets_plain=meets_plain)
+        tensor = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=offload, meets_plain=meets_plain)
     parallel = tensor_parallel_layout(parameter, options.mesh, options.replica_axes) is not None
     sharded = ShardedParameter(
-        plan, made, sites, options.mesh, ("fsdp", *options.replica_axes), offload,
+        plan, tensor, sites, options.mesh, ("fsdp", *options.replica_axes), offload,
         module_spec=spec_of(parameter) if parallel else None,
     )  # fmt: skip
     shard.install(parameter, sharded)

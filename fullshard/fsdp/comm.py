@@ -150,10 +150,10 @@ Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])
 
 def _by_dtype(items: list[Tensors]) -> list[list[Tensors]]:
     """Groups that can be summed in one launch: torch, unlike NCCL, does not accept several dtypes in one."""
-    found: dict[torch.dtype, list[Tensors]] = {}
+    by_dtype: dict[torch.dtype, list[Tensors]] = {}
     for item in items:
-        found.setdefault(item[0].dtype, []).append(item)
-    return list(found.values())
+        by_dtype.setdefault(item[0].dtype, []).append(item)
+    return list(by_dtype.values())
 
 
 def _sum(average: bool) -> Any:

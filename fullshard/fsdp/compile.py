@@ -53,15 +53,15 @@ class Compiler:
     def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a part of the engine without compiling it: a model's call, or a hook that autograd runs inside a
         compiled function."""
-        before, found = self._callback, set_eval_frame(None)
-        if found is None:
+        before, callback = self._callback, set_eval_frame(None)
+        if callback is None:
             return function(*args)
-        self._callback = found
+        self._callback = callback
         try:
             return function(*args)
         finally:
             self._callback = before
-            set_eval_frame(found)
+            set_eval_frame(callback)
 
     def resumed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled if the model is."""

@@ -167,8 +167,8 @@ class Engine:
                 self.keep_copies(_unused_memory(self.means.gather_link.device))
         for unit in self.units:
             # Gathered values of an earlier pass whose graph was dropped, or whose shards have changed since.
-            wanted = unit in self.unsharded or self._live_calls(unit)
-            if unit.state is not UnitState.SHARDED and not (wanted and unit.is_fresh()):
+            needed = unit in self.unsharded or self._live_calls(unit)
+            if unit.state is not UnitState.SHARDED and not (needed and unit.is_fresh()):
                 unit.free()
         self.unsharded.clear()
 

@@ -74,17 +74,17 @@ def _power(locals_: list[torch.Tensor], p: float, device: torch.device) -> torch
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=device)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in filled) else torch.float32
-    found = [torch.stack(foreach_norm(alike, p, dtype)).to(device) for alike in _by_kind(filled).values()]
-    norms = torch.cat(found).double()
+    powers = [torch.stack(foreach_norm(alike, p, dtype)).to(device) for alike in _by_kind(filled).values()]
+    norms = torch.cat(powers).double()
     return norms.max() if math.isinf(p) else (norms**p).sum()
 
 
 def _by_kind(tensors: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Tensors that one launch can handle, by device and dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for t in tensors:
-        found.setdefault((t.device, t.dtype), []).append(t)
-    return found
+        by_kind.setdefault((t.device, t.dtype), []).append(t)
+    return by_kind
 
 
 def _mean(value: torch.Tensor, mesh: Mesh, p: float) -> torch.Tensor:

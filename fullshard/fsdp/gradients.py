@@ -53,9 +53,11 @@ class HeldGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shard: torch.Tensor, term: torch.Tensor, base: torch.Tensor | None) -> HeldGradient:
-        made = make_wrapper_subclass(cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device)
-        made.term, made.base = term, base
-        return made
+        gradient = make_wrapper_subclass(
+            cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
+        )
+        gradient.term, gradient.base = term, base
+        return gradient
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -119,10 +121,10 @@ def _plus(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
 
 def _take_held(p: ShardedParameter) -> torch.Tensor | None:
     """What `no_sync` held back; the shard keeps the gradient that it had before."""
-    if (held := held_by_no_sync(p)) is None:
+    if (gradient := held_by_no_sync(p)) is None:
         return None
-    p.shard.grad = held.base
-    return held.term
+    p.shard.grad = gradient.base
+    return gradient.term
 
 
 def drop(p: ShardedParameter) -> None:
@@ -136,12 +138,12 @@ def _data_parallel_term(p: ShardedParameter, grad: DTensor) -> torch.Tensor:
     """A global gradient as this rank's term of a sum along the data axes, split as annotated along the others."""
     if p.module_spec is not None:  # not global along the data axes: each rank has its own
         return local_of(redistributed(grad, p.module_spec.mesh, p.module_spec.placements))
-    mesh, wanted = torch_layout(p.gathered_layout, p.plan.shape)
+    mesh, placements = torch_layout(p.gathered_layout, p.plan.shape)
     groups = origin(mesh)[1]
     same_mesh = grad.device_mesh == mesh
     target: list[Placement] = []
     summed = []
-    for i, (group, placement) in enumerate(zip(groups, wanted, strict=True)):
+    for i, (group, placement) in enumerate(zip(groups, placements, strict=True)):
         along_data = set(group) <= p.data_axes
         partial = same_mesh and along_data and grad.placements[i].is_partial()
         target.append(grad.placements[i] if partial else Replicate() if along_data else placement)

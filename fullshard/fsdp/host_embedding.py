@@ -38,9 +38,9 @@ class HostTable(torch.Tensor):
 
     @staticmethod
     def __new__(cls, rows: torch.Tensor, dtype: torch.dtype, device: torch.device) -> HostTable:
-        made: Any = make_wrapper_subclass(cls, rows.shape, dtype=dtype, device=device, requires_grad=False)
-        made.rows = rows
-        return made
+        table: Any = make_wrapper_subclass(cls, rows.shape, dtype=dtype, device=device, requires_grad=False)
+        table.rows = rows
+        return table
 
     def __init__(self, rows: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -19,9 +19,9 @@ from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
 
 def item_size(dtype: str) -> int:
     """Bytes of one element of a dtype, given by name."""
-    found = dtype_of(dtype)
-    assert found is not None
-    return found.itemsize
+    torch_dtype = dtype_of(dtype)
+    assert torch_dtype is not None
+    return torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class UnitPlan:
     @property
     def gathered_bytes(self) -> int:
         """Bytes allocated when the unit is gathered; parameters that a rank already holds whole do not count."""
-        made = [p for p in self.parameters if p.gathers or p.dtype != p.compute_dtype]
-        return sum(p.gathered_bytes for p in made if not p.on_host)
+        allocated = [p for p in self.parameters if p.gathers or p.dtype != p.compute_dtype]
+        return sum(p.gathered_bytes for p in allocated if not p.on_host)
 
     @property
     def shard_bytes(self) -> int:

@@ -108,40 +108,40 @@ def plan_model(
             around.setdefault(module, []).append(unit)
     owned: dict[nn.Module, list[ParameterPlan]] = {module: [] for module in inside}
     owned |= {module: [] for module in wrapped}
-    for found in find_sites(root, ignored, earlier):
-        known = earlier.get(id(found.parameter))
+    for entry in find_sites(root, ignored, earlier):
+        known = earlier.get(id(entry.parameter))
         if known is None:
-            plan, owner = plan_for(found.names, found.parameter, terms), _owner(found.sites, around, inside)
+            plan, owner = plan_for(entry.names, entry.parameter, terms), _owner(entry.sites, around, inside)
         else:
-            plan = dataclasses.replace(known.plan, names=tuple(found.names))
+            plan = dataclasses.replace(known.plan, names=tuple(entry.names))
             below = set(known.unit.modules())
             # Tied to a parameter outside the module that was wrapped: the unit around both owns it.
-            within = all(module in below for module, _ in found.sites)
-            owner = known.unit if within else _owner(found.sites, around, inside)
+            within = all(module in below for module, _ in entry.sites)
+            owner = known.unit if within else _owner(entry.sites, around, inside)
         owned[owner].append(plan)
-    made = [
+    unit_plans = [
         plan_unit(name, type(module).__name__, owned[module])
         for name, module in root.named_modules()
         if module is root or module in wrapped or owned.get(module)
     ]
     axes = tuple((str(name), size) for name, size in terms.mesh.shape().items())
-    return ShardingPlan(axes, terms.strategy.name, terms.replica_axes, tuple(made))
+    return ShardingPlan(axes, terms.strategy.name, terms.replica_axes, tuple(unit_plans))
 
 
 def find_sites(
     root: nn.Module, ignored: Collection[nn.Module], earlier: Mapping[int, Earlier] | None = None
 ) -> list[Sites]:
     """Every parameter of the module, in module order. A sharded parameter and its original are one (`earlier`)."""
-    found: dict[int, Sites] = {}
+    sites: dict[int, Sites] = {}
     for prefix, module in root.named_modules():
         for name, parameter in parameters_of(module).items():
             known = earlier.get(id(parameter)) if earlier else None
             if parameter is None or (module in ignored and known is None):
                 continue
-            entry = found.setdefault(id(parameter if known is None else known), Sites(parameter, [], []))
+            entry = sites.setdefault(id(parameter if known is None else known), Sites(parameter, [], []))
             entry.names.append(f"{prefix}.{name}" if prefix else name)
             entry.sites.append((module, name))
-    return list(found.values())
+    return list(sites.values())
 
 
 def _owner(

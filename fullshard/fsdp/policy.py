@@ -107,12 +107,12 @@ def find_units(root: nn.Module, policy: Policy | None, ignored: set[nn.Module]) 
         return []
     chosen: list[nn.Module] = []
     seen: set[nn.Module] = {root}
-    taken: set[int] = set()
+    assigned: set[int] = set()
     counts = getattr(policy, "func", policy) not in (transformer_auto_wrap_policy, lambda_auto_wrap_policy)
 
     def free_numel(module: nn.Module) -> int:
         """The elements of parameters outside of units; those of one parameter for a policy that does not count them."""
-        sizes = (p.numel() for p in module.parameters() if id(p) not in taken)
+        sizes = (p.numel() for p in module.parameters() if id(p) not in assigned)
         return sum(sizes) if counts else next((size for size in sizes if size), 0)
 
     def visit(module: nn.Module) -> None:
@@ -127,7 +127,7 @@ def find_units(root: nn.Module, policy: Policy | None, ignored: set[nn.Module]) 
                 continue
             if policy(module=child, recurse=False, nonwrapped_numel=left):
                 chosen.append(child)
-                taken.update(id(p) for p in child.parameters())
+                assigned.update(id(p) for p in child.parameters())
 
     visit(root)
     return chosen
@@ -192,17 +192,19 @@ def _repeated_layers(root: nn.Module) -> list[nn.Module]:
 
 
 def _check_layers(classes: Iterable[type[nn.Module] | str], root: nn.Module) -> set[type[nn.Module] | str]:
-    wanted = set(classes)
-    for layer in wanted:
+    layers = set(classes)
+    for layer in layers:
         if not (isinstance(layer, str) or isinstance(layer, type) and issubclass(layer, nn.Module)):
             raise FSDPError(f"transformer_layer_cls holds {layer!r}; expected module classes or their names")
-        found = any(_class_name(m) == layer if isinstance(layer, str) else isinstance(m, layer) for m in root.modules())
-        if not found:
+        matches = any(
+            _class_name(m) == layer if isinstance(layer, str) else isinstance(m, layer) for m in root.modules()
+        )
+        if not matches:
             name = layer if isinstance(layer, str) else layer.__name__
             raise FSDPError(
                 f"transformer_auto_wrap_policy: no module of class {name} in {_class_name(root)}. {_candidates(root)}"
             )
-    return wanted
+    return layers
 
 
 def _candidates(root: nn.Module) -> str:

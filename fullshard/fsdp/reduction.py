@@ -125,13 +125,13 @@ class Reduction:
         self, direct: list[ShardedParameter], buckets: Sequence[Bucket], results: list[torch.Tensor]
     ) -> list[tuple[ShardedParameter, torch.Tensor]]:
         """Each parameter's part of the results, without the parameters that have a gradient on no rank."""
-        found = [(p, piece, False) for p, piece in zip(direct, results[: len(direct)], strict=True)]
+        pieces = [(p, piece, False) for p, piece in zip(direct, results[: len(direct)], strict=True)]
         for bucket, flat in zip(buckets, results[len(direct) :], strict=True):
-            found += [(p, flat.view(-1)[slot], True) for p, slot in self.unit.in_slots(bucket)]
+            pieces += [(p, flat.view(-1)[slot], True) for p, slot in self.unit.in_slots(bucket)]
         with torch.no_grad():
             return [
                 (p, gradients.trim(p, piece).contiguous() if shared else gradients.trim(p, piece))
-                for p, piece, shared in found
+                for p, piece, shared in pieces
                 if p.plan.name not in self._absent
             ]
 
@@ -163,6 +163,6 @@ class Reduction:
     def _flat(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         """A bucket of gradients to sum whole."""
         flat = torch.zeros(bucket.length, dtype=dtype_of(bucket.dtype), device=runtime.device())
-        found = [(flat[slot], terms[p.plan.name].reshape(-1)) for p, slot in self.unit.in_slots(bucket)]
-        copy_together([(target[: term.numel()], term) for target, term in found])
+        targets = [(flat[slot], terms[p.plan.name].reshape(-1)) for p, slot in self.unit.in_slots(bucket)]
+        copy_together([(target[: term.numel()], term) for target, term in targets])
         return flat

@@ -107,19 +107,19 @@ def materialize(
 
     Tied parameters stay tied.
     """
-    made: dict[int, torch.Tensor] = {}
+    materialized: dict[int, torch.Tensor] = {}
     touched = []
     for module in [m for m in root.modules() if m not in ignored]:
         if any(t is not None and t.is_meta for t in [*parameters_of(module).values(), *buffers_of(module).values()]):
             touched.append(module)
         for name, old in parameters_of(module).items():
             if old is not None and old.is_meta:
-                if id(old) not in made:
+                if id(old) not in materialized:
                     new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
                     if (layout := sharding_of(old)) is not None:
                         new._fullshard_layout = layout
-                    made[id(old)] = new
-                parameters_of(module)[name] = made[id(old)]
+                    materialized[id(old)] = new
+                parameters_of(module)[name] = materialized[id(old)]
         for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.is_meta:
                 buffers_of(module)[name] = torch.empty_like(buffer, device=device)

@@ -78,20 +78,20 @@ def full_state_dict(model: nn.Module, rank0_only: bool, cpu: bool) -> dict[str, 
     keeps = not rank0_only or runtime.is_main()
     engine: Engine = model._fullshard_engine
     by_shard = {id(p.shard): p for unit in engine.units for p in unit.parameters}
-    made: dict[int, torch.Tensor | None] = {}  # tied values stay one tensor
+    copies: dict[int, torch.Tensor | None] = {}  # tied values stay one tensor
     out: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             if keeps:
                 out[name] = value
             continue
-        if id(value) not in made:
+        if id(value) not in copies:
             p = by_shard.get(id(value))
             whole = whole_value(p) if p is not None else value.detach()
             whole = whole.cpu() if cpu and keeps else whole
             shared = p is not None and whole.data_ptr() == p.local.data_ptr()
-            made[id(value)] = None if not keeps else whole.clone() if shared else whole
-        kept = made[id(value)]
+            copies[id(value)] = None if not keeps else whole.clone() if shared else whole
+        kept = copies[id(value)]
         if kept is not None:
             out[name] = kept
     return out

@@ -82,10 +82,10 @@ def dtype_of(value: torch.dtype | str | None) -> torch.dtype | None:
         return value
     short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
     name = str(value).removeprefix("torch.")
-    found = getattr(torch, short.get(name, name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, short.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
         raise FSDPError(f"unknown dtype {value!r}; expected torch.bfloat16, 'bfloat16' or 'bf16', for example")
-    return found
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -72,9 +72,9 @@ KEYWORDS = {
 """Keywords of `fully_shard` and `FullyShardedDataParallel` with another name here."""
 
 
-def refuse_keywords(given: dict[str, Any]) -> None:
+def refuse_keywords(keywords: dict[str, Any]) -> None:
     """Refuse keywords that `FSDPv2` does not have; those of torch with their replacement."""
-    for name in given:
+    for name in keywords:
         if name in KEYWORDS:
             raise FSDPError(f"FSDPv2({name}=…) is a keyword of torch's FSDP; use {KEYWORDS[name]}")
         raise TypeError(f"FSDPv2() got an unexpected keyword argument {name!r}")
@@ -204,16 +204,16 @@ SERVED = tuple(name for name in vars(TorchMethods) if not name.startswith("_"))
 
 def wrapped_modules(module: Any, root_only: bool) -> list[Any]:
     """The modules inside that are wrapped, `module` included; with `root_only` those that are in no other one."""
-    found = [m for m in module.modules() if isinstance(m, TorchMethods)]
-    inside = {below for m in found for below in m.modules() if below is not m} if root_only else set()  # type: ignore[attr-defined]
-    return [m for m in found if m not in inside]
+    wrapped = [m for m in module.modules() if isinstance(m, TorchMethods)]
+    inside = {below for m in wrapped for below in m.modules() if below is not m} if root_only else set()  # type: ignore[attr-defined]
+    return [m for m in wrapped if m not in inside]
 
 
 def wrapped_roots(module: Any) -> list[Any]:
     """The outermost wrapped modules inside, `module` included; an error without any."""
-    if not (found := wrapped_modules(module, root_only=True)):
+    if not (roots := wrapped_modules(module, root_only=True)):
         raise FSDPError(f"no module in this {type(module).__name__} is wrapped by FSDPv2; wrap it first")
-    return found
+    return roots
 
 
 def refuse_methods(cls: type[WrappedModule], instead: Mapping[str, str]) -> None:

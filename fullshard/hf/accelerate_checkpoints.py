@@ -117,13 +117,13 @@ def _as_stored(plugin: Any, folder: Path, name: str, index: int) -> Iterator[Non
     if not hasattr(plugin, "fullshard"):
         yield
         return
-    found, before = _fsdp_form(folder, name, index), plugin.state_dict_type.name
-    if found is None:
+    form, before = _fsdp_form(folder, name, index), plugin.state_dict_type.name
+    if form is None:
         raise CheckpointError(
             f"{folder} has neither {name}_{index}/ nor {name}.bin, nor the file of a run without FSDP: expected a "
             "folder that save_state or Trainer wrote"
         )
-    plugin.set_state_dict_type(found)
+    plugin.set_state_dict_type(form)
     try:
         yield
     finally:
@@ -147,15 +147,15 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 def _cut(values: dict[str, Any], optimizer: Any, model: nn.Module) -> dict[str, Any]:
     """A plain optimizer state dict with this rank's pieces in the place of whole tensors."""
     sharded = {id(p.shard): p for unit in model._fullshard_engine.units for p in unit.parameters}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in values["param_groups"] for number in group["params"]]
-    if len(numbers) != len(held):
+    if len(numbers) != len(params):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(numbers)} parameters and this one has {len(held)}; resume with the "
+            f"the checkpoint's optimizer has {len(numbers)} parameters and this one has {len(params)}; resume with the "
             "model and optimizer that wrote it"
         )
     state = {}
-    for number, parameter in zip(numbers, held, strict=True):
+    for number, parameter in zip(numbers, params, strict=True):
         if number in values["state"]:
             p = sharded.get(id(parameter))
             state[number] = {name: _piece(one, p) for name, one in values["state"][number].items()}

@@ -42,13 +42,13 @@ def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         for optimizer in optimizers:
             rebind(optimizer)
         places = device_placement or [None] * len(objects)  # type: ignore[list-item]
-        made = [self._prepare_one(one, first_pass=True, device_placement=at) for one, at in zip(objects, places)]  # noqa: B905
-        made = [self._prepare_one(one) if not isinstance(one, nn.Module) else one for one in made]
-        held = (self._models, self._optimizers, self._schedulers, self._dataloaders)
-        for one in made:
-            if any(one is known for container in held for known in container):
+        ready = [self._prepare_one(one, first_pass=True, device_placement=at) for one, at in zip(objects, places)]  # noqa: B905
+        ready = [self._prepare_one(one) if not isinstance(one, nn.Module) else one for one in ready]
+        containers = (self._models, self._optimizers, self._schedulers, self._dataloaders)
+        for one in ready:
+            if any(one is known for container in containers for known in container):
                 one._is_accelerate_prepared = True
-        return made[0] if len(made) == 1 else tuple(made)
+        return ready[0] if len(ready) == 1 else tuple(ready)
 
     return prepared
 
@@ -59,14 +59,14 @@ def _let_go(optimizers: list[Optimizer], models: list[nn.Module]) -> Iterator[No
     sites: dict[int, tuple[nn.Module, str]] = {}
     for module in (module for model in models for module in model.modules()):
         sites |= {id(p): (module, name) for name, p in parameters_of(module).items() if p is not None}
-    held = []
+    groups = []
     for group in (group for optimizer in optimizers if not optimizer.state for group in optimizer.param_groups):
-        held.append((group, [sites.get(id(p), p) for p in group["params"]]))
+        groups.append((group, [sites.get(id(p), p) for p in group["params"]]))
         group["params"] = []
     try:
         yield
     finally:
-        for group, places in held:
+        for group, places in groups:
             group["params"] = [parameters_of(at[0])[at[1]] if isinstance(at, tuple) else at for at in places]
 
 
@@ -107,19 +107,19 @@ def shard(accelerator: Any, model: nn.Module) -> Any:
     return wrapped
 
 
-def _with_inner_model(given: Any, model: nn.Module) -> Any:
+def _with_inner_model(policy_option: Any, model: nn.Module) -> Any:
     """A policy that also makes a unit of the transformers model inside an adapter or another module.
 
     Libraries call that model on its own (`PeftModel.generate`, `get_base_model()`), past the module around it.
     """
     if "transformers" not in sys.modules:
-        return given
+        return policy_option
     from fullshard.weights.key_mapping import plain_model
 
     _, inner = plain_model(model)
     if inner is None or inner is model:
-        return given
-    chosen = policy.resolve(given, model)
+        return policy_option
+    chosen = policy.resolve(policy_option, model)
 
     def inner_model_too(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         below = chosen is not None and chosen(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
@@ -134,17 +134,17 @@ def _settings(accelerator: Any, settings: EngineSettings) -> EngineSettings:
     if precision == "fp16" and accelerator.scaler is None:
         runtime.warn_once("fp16", "fp16 needs a loss scaler, which Accelerate has on GPUs only: computing in fp32")
         precision = "no"
-    given: dict[str, Any] = {"mixed_precision": precision}
+    changes: dict[str, Any] = {"mixed_precision": precision}
     compiled = accelerator.state.dynamo_plugin
     if compiled is not None and compiled.backend.value.lower() != "no":
-        given |= {
+        changes |= {
             "backend": compiled.backend.value, "mode": compiled.mode or "default",
             "use_fullgraph": bool(compiled.fullgraph), "use_dynamic": bool(compiled.dynamic),
         }  # fmt: skip
     if (sizes := getattr(accelerator, "parallelism_config", None)) is not None:
         names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-        given |= {name: size for name in names if (size := getattr(sizes, name, 1)) > 1}
-    return dataclasses.replace(settings, **given)
+        changes |= {name: size for name in names if (size := getattr(sizes, name, 1)) > 1}
+    return dataclasses.replace(settings, **changes)
 
 
 def no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,8 +168,8 @@ def clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         if mesh is None:
             return original(self, parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        with_gradients: Any = [p for p in given if p.grad is not None]
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        with_gradients: Any = [p for p in tensors if p.grad is not None]
         return grad_clip.clip_grad_norm_(with_gradients, mesh, max_norm, norm_type, False)
 
     return clipped

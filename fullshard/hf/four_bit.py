@@ -62,16 +62,16 @@ def _asks_for_4_bits(config: Any) -> bool:
 
 def quantize_later(model: Any, chosen: Quantization) -> None:
     """Put 4-bit layers in the place of the model's linear layers."""
-    made: dict[nn.Module, DeferredNF4Linear] = {}
+    replaced: dict[nn.Module, DeferredNF4Linear] = {}
     dtype = model.dtype
     for name, linear, form in list(linears(model, chosen.skip)):
-        if linear not in made:
+        if linear not in replaced:
             weight = linear.weight
             reader = weight.reader if isinstance(weight, Unread) else Mapped(weight.detach())
-            made[linear] = DeferredNF4Linear.deferred(
+            replaced[linear] = DeferredNF4Linear.deferred(
                 linear, form, {"weight": reader}, chosen.scheme, chosen.compute_dtype, weight.dtype
             )
-        model.set_submodule(name, made[linear])
+        model.set_submodule(name, replaced[linear])
     model.config.dtype = dtype
     model.config.quantization_config = chosen.to_config()
     model.is_loaded_in_4bit = True  # what PEFT and TRL look at
@@ -85,9 +85,9 @@ def adopt(model: Any, layers: dict[str, Any]) -> None:
         readers = {f"weight{key}": Mapped(one) for key, one in tensors.items()}
         scheme = Scheme(state.quant_type, state.blocksize, bool(state.nested), layer.weight.dtype)
         form = LinearForm(layer.in_features, layer.out_features, False)
-        made = DeferredNF4Linear.deferred(layer, form, readers, scheme, layer.compute_dtype, state.dtype)
-        made.stored = {key: reader.shape for key, reader in readers.items()}
-        model.set_submodule(name, made)
+        deferred = DeferredNF4Linear.deferred(layer, form, readers, scheme, layer.compute_dtype, state.dtype)
+        deferred.stored = {key: reader.shape for key, reader in readers.items()}
+        model.set_submodule(name, deferred)
     for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):  # they are about bitsandbytes' layers
         vars(model).pop(attribute, None)
 
@@ -140,10 +140,10 @@ class DeferredNF4Linear(NF4Linear):
 def wrap(settings: EngineSettings, model: nn.Module, options: dict[str, Any]) -> Any:
     """The model sharded in place; each rank reads its own slices of the layers that have no 4-bit values yet."""
     for kind, option in FOREIGN.items():
-        if found := list(foreign_layers(model, kind)):
+        if foreign := list(foreign_layers(model, kind)):
             raise QuantizationError(
-                f"{type(model).__name__} has {len(found)} layer(s) of bitsandbytes ({found[0]}: {kind}), which cannot "
-                f"be sharded. Load it with from_pretrained and load_in_4bit, or without {option}"
+                f"{type(model).__name__} has {len(foreign)} layer(s) of bitsandbytes ({foreign[0]}: {kind}), which "
+                f"cannot be sharded. Load it with from_pretrained and load_in_4bit, or without {option}"
             )
     layers = [m for m in model.modules() if isinstance(m, DeferredNF4Linear) and m.readers is not None]
     for layer in layers:

@@ -59,8 +59,8 @@ def plugin(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind_partial(self, *args, **kwargs)
-        given = {name: value for name, value in list(bound.arguments.items())[1:] if value is not None}
-        serving = read(given)
+        arguments = {name: value for name, value in list(bound.arguments.items())[1:] if value is not None}
+        serving = read(arguments)
         settings = serving.settings
         original(
             self,
@@ -74,8 +74,8 @@ def plugin(original: Callable[..., None]) -> Callable[..., None]:
             min_num_params=settings.min_num_params,
             activation_checkpointing=settings.activation_checkpointing,
             activation_checkpointing_offload=settings.activation_checkpointing_offload,
-            ignored_modules=given.get("ignored_modules"),
-            mixed_precision_policy=given.get("mixed_precision_policy"),
+            ignored_modules=arguments.get("ignored_modules"),
+            mixed_precision_policy=arguments.get("mixed_precision_policy"),
             cpu_ram_efficient_loading=False,
         )
         serving.policy = self.auto_wrap_policy
@@ -97,13 +97,13 @@ def set_state_dict_type(original: Callable[..., None]) -> Callable[..., None]:
     return set_type
 
 
-def read(given: dict[str, Any]) -> Serving:
+def read(arguments: dict[str, Any]) -> Serving:
     """The engine's settings of a plugin with these keywords, over the launched ones."""
     base = EngineSettings.from_environment()
     kinds = {one.name: one for one in options_of(EngineSettings)}
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in NAMES:
             key = NAMES[name]
             values[key] = convert(kinds[key], _text(value), f"FullyShardedDataParallelPlugin({name}=…)")
@@ -137,8 +137,8 @@ def _precision(value: Any) -> MixedPrecision:
     if isinstance(value, str):
         return MixedPrecision.of(value)
     fields = {f.name for f in dataclasses.fields(MixedPrecision)} - {"master_dtype"}
-    given = value if isinstance(value, dict) else {name: getattr(value, name, None) for name in fields}
-    return MixedPrecision(**{name: one for name, one in given.items() if name in fields and one is not None})
+    values = value if isinstance(value, dict) else {name: getattr(value, name, None) for name in fields}
+    return MixedPrecision(**{name: one for name, one in values.items() if name in fields and one is not None})
 
 
 def without_adapter_units(policy: Any) -> Any:

@@ -45,9 +45,9 @@ class Unread(torch.Tensor):
         """The tensor that `reader` reads, converted to `dtype`."""
         memory = torch.empty(reader.shape, dtype=dtype)
         memory.untyped_storage().resize_(0)
-        made = memory.as_subclass(cls)
-        made.reader = reader
-        return made
+        tensor = memory.as_subclass(cls)
+        tensor.reader = reader
+        return tensor
 
     @classmethod
     @torch.compiler.disable  # a compiler would trace the reading
@@ -128,13 +128,13 @@ def convert(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def converted(self: Any, layer_name: str, model: Any = None, hf_quantizer: Any = None, **options: Any) -> Any:
         parts = self.materialize_tensors()
-        found = [tensor for tensors in parts.values() for tensor in tensors]
-        if hf_quantizer is None and all(isinstance(tensor, Unread) for tensor in found):
+        flat = [tensor for tensors in parts.values() for tensor in tensors]
+        if hf_quantizer is None and all(isinstance(tensor, Unread) for tensor in flat):
             try:
                 readers = converted_readers(
                     self, layer_name, {key: [one.reader for one in tensors] for key, tensors in parts.items()}, model
                 )
-                return {name: Unread.of(reader, found[0].dtype) for name, reader in readers.items()}
+                return {name: Unread.of(reader, flat[0].dtype) for name, reader in readers.items()}
             except (ValueError, RuntimeError, IndexError, AttributeError):
                 pass  # transformers has its own words for it
         self.collected_tensors.update(parts)

@@ -189,9 +189,9 @@ def untested(library: str) -> str:
 
 def _replace(seam: Seam, module: ModuleType) -> None:
     owner, name = _owner(module, seam.attribute)
-    held = vars(owner)[name]
-    kind = type(held) if isinstance(held, classmethod | staticmethod) else None
-    original = held.__func__ if kind else held
+    attribute = vars(owner)[name]
+    kind = type(attribute) if isinstance(attribute, classmethod | staticmethod) else None
+    original = attribute.__func__ if kind else attribute
 
     @functools.cache
     def replacement() -> Callable[..., Any]:

@@ -44,8 +44,8 @@ class ChatModel:
     @property
     def positions(self) -> int | None:
         """The longest context, if the configuration has one."""
-        found = getattr(causal(self.model).config.get_text_config(), "max_position_embeddings", None)
-        return found if isinstance(found, int) else None
+        limit = getattr(causal(self.model).config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) else None
 
     @property
     def rows(self) -> int:
@@ -299,17 +299,17 @@ def _ends_with_newline(path: Path) -> bool:
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
     """Inside, Ctrl-C requests a stop after the next token; a second Ctrl-C interrupts at once."""
-    asked = False
+    interrupted = False
 
     def stop(*_: Any) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal interrupted
+        if interrupted:
             raise KeyboardInterrupt
-        asked = True
+        interrupted = True
 
     before = signal.signal(signal.SIGINT, stop)
     try:
-        yield lambda: asked
+        yield lambda: interrupted
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -148,10 +148,10 @@ def accelerate_file(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(environment.get("HF_HOME") or cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
-def find_file(asked: str | None, environment: Mapping[str, str] = os.environ) -> tuple[Path | None, str]:
+def find_file(flag: str | None, environment: Mapping[str, str] = os.environ) -> tuple[Path | None, str]:
     """The file to use, and why this one."""
-    if asked is not None:
-        return Path(asked).expanduser(), "--config_file"
+    if flag is not None:
+        return Path(flag).expanduser(), "--config_file"
     for path, why in ((own_file(environment), "the default file"), (accelerate_file(environment), "Accelerate's")):
         if path.is_file():
             return path, why

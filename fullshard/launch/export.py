@@ -125,12 +125,12 @@ def _copy_adapter(result: Result, folder: Path, target: Path, choices: Choices) 
     check_base(folder, str(result.base))
     target = check_new_folder(target)
     aside = target.parent / f".{target.name}-{uuid.uuid4().hex[:8]}.writing"
-    wanted = dtype_of(choices.dtype)
+    dtype = dtype_of(choices.dtype)
     try:
         aside.mkdir(parents=True)
         tensors = load_file(folder / WEIGHTS)
-        if wanted is not None:
-            tensors = {name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()}
+        if dtype is not None:
+            tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         config = json.loads((folder / CONFIG).read_text())
         config["base_model_name_or_path"] = lasting_name(str(result.base))
@@ -161,14 +161,14 @@ def _convert(result: Result, target: Path, choices: Choices) -> None:
             f"--dtype: {result.folder} contains 4-bit weights, which cannot be converted; remove the option."
         )
     with contextlib.closing(open_source(where)) as source, contextlib.ExitStack() as stack:
-        wanted = dtype_of(choices.dtype)
-        model = on_meta(class_of(None, config), config, choose_dtype(wanted, config, source), where, False)
+        dtype = dtype_of(choices.dtype)
+        model = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
         model.config.name_or_path = str(where)  # the tokenizer is copied from there
-        kept = dtypes_kept(model, wanted, source.entries) if wanted is not None else {}
+        kept = dtypes_kept(model, dtype, source.entries) if dtype is not None else {}
         form = {
             name: torch.empty(
                 entry.shape,
-                dtype=kept.get(name, wanted) if wanted is not None and entry.dtype.is_floating_point else entry.dtype,
+                dtype=kept.get(name, dtype) if dtype is not None and entry.dtype.is_floating_point else entry.dtype,
                 device="meta",
             )
             for name, entry in source.entries.items()
@@ -184,10 +184,10 @@ def _convert(result: Result, target: Path, choices: Choices) -> None:
         outgoing.finish(model, None, choices.verify)
 
 
-def summary(found: dict[str, Any]) -> list[str]:
+def summary(facts: dict[str, Any]) -> list[str]:
     """What was written, as lines of text."""
-    width = max(map(len, found["files"]))
-    lines = [f"{name:<{width}}  {file_size(size)}" for name, size in found["files"].items()]
-    lines += ["", f"{found['folder']}: {'an' if found['kind'] == 'adapter' else 'a'} {found['kind']}, "
-              f"{file_size(found['bytes'])}, {', '.join(found['dtypes'])}"]  # fmt: skip
-    return [*lines, f"load it with  {found['load']}", f"chat with it  {found['chat']}"]
+    width = max(map(len, facts["files"]))
+    lines = [f"{name:<{width}}  {file_size(size)}" for name, size in facts["files"].items()]
+    lines += ["", f"{facts['folder']}: {'an' if facts['kind'] == 'adapter' else 'a'} {facts['kind']}, "
+              f"{file_size(facts['bytes'])}, {', '.join(facts['dtypes'])}"]  # fmt: skip
+    return [*lines, f"load it with  {facts['load']}", f"chat with it  {facts['chat']}"]

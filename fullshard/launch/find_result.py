@@ -67,14 +67,14 @@ def find(name: str, base: str | None = None, checkpoint: str | None = None) -> R
     if checkpoint is not None:
         path = _checkpoint_of(path, checkpoint)
     if (path / MANIFEST).is_file():
-        found = _from_checkpoint(path)
+        result = _from_checkpoint(path)
     else:
-        found = _from_files(path)
-    if found.kind == "model":
+        result = _from_files(path)
+    if result.kind == "model":
         if base is not None:
             raise ConfigError(f"--base sets the base model of an adapter, but {name} contains a full model.")
-        return found
-    return _with_base(found, base)
+        return result
+    return _with_base(result, base)
 
 
 def _from_files(path: Path) -> Result:
@@ -99,18 +99,18 @@ def _from_files(path: Path) -> Result:
     )
 
 
-def _checkpoint_of(path: Path, wanted: str) -> Path:
+def _checkpoint_of(path: Path, choice: str) -> Path:
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = published_steps(folder)
     if not steps:
-        raise ConfigError(f"--checkpoint {wanted}: {path} contains no checkpoints.")
-    if wanted == "latest":
+        raise ConfigError(f"--checkpoint {choice}: {path} contains no checkpoints.")
+    if choice == "latest":
         return folder / step_name(steps[-1])
-    text = wanted.removeprefix("step-")
+    text = choice.removeprefix("step-")
     step = counting_number(text)
     if step is None or step not in steps:
         present = ", ".join(map(str, steps))
-        raise ConfigError(f"--checkpoint {wanted}: expected latest, or one of the steps {present} in {folder}.")
+        raise ConfigError(f"--checkpoint {choice}: expected latest, or one of the steps {present} in {folder}.")
     return folder / step_name(step)
 
 
@@ -127,15 +127,15 @@ def _from_checkpoint(path: Path) -> Result:
     return Result("adapter", str(path), base or settings.get("model_name_or_path"), True, run, settings)
 
 
-def _with_base(found: Result, base: str | None) -> Result:
+def _with_base(result: Result, base: str | None) -> Result:
     """The adapter with its base model: `base` if given, else the one that its files name."""
-    path = base or found.base
+    path = base or result.base
     if not path:
-        raise ConfigError(f"the adapter in {found.folder} does not name its base model; set it with --base.")
+        raise ConfigError(f"the adapter in {result.folder} does not name its base model; set it with --base.")
     if not Path(path).expanduser().exists() and not _may_be_on_the_hub(path):
-        source = "--base" if base else f"the base of the adapter in {found.folder}"
+        source = "--base" if base else f"the base of the adapter in {result.folder}"
         raise ConfigError(f"{source}: {path} does not exist; set the folder of the base model with --base.")
-    return replace(found, base=path)
+    return replace(result, base=path)
 
 
 def fetched(result: Result, base: str | None = None) -> Result:

@@ -25,8 +25,8 @@ class Machine:
         if not self.gpus:
             return "This machine has no GPU."
         counts = {name: self.gpus.count(name) for name in self.gpus}
-        found = ", ".join(f"{count} × {name}" for name, count in counts.items())
-        return f"This machine has {found}{'' if self.bf16 else ', which cannot compute in bf16'}."
+        devices = ", ".join(f"{count} × {name}" for name, count in counts.items())
+        return f"This machine has {devices}{'' if self.bf16 else ', which cannot compute in bf16'}."
 
 
 def count_gpus() -> int:

@@ -87,9 +87,9 @@ class AgentStore(JobStore):
         values = [self.open(key, value) for key, value in zip(keys, self._values(list(keys)), strict=True)]
         return [_accepted(key, value) for key, value in zip(keys, values, strict=True)]
 
-    def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Replace a value if it is as expected, or is missing and nothing is expected; returns what it is now."""
-        old, new = (one.encode() if isinstance(one, str) else one for one in (expected, wanted))
+        old, new = (one.encode() if isinstance(one, str) else one for one in (expected, desired))
         return self.change(key, lambda now: new if (now or b"") == old else now or old)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -195,28 +195,28 @@ def _open_store(
 ) -> tuple[str, dist.TCPStore | None]:
     """The address of machine 0 and the store there; no store for a backend that has its own."""
     processes = settings.processes
-    asked = processes.main_process_port or 0
+    port = processes.main_process_port or 0
     if processes.num_machines == 1:
         host = "127.0.0.1"
         try:
-            return host, listen(host, asked, timeout)
+            return host, listen(host, port, timeout)
         except PermissionError:
-            raise _forbidden(asked) from None
+            raise _forbidden(port) from None
         except OSError:
             store = listen(host, 0, timeout)
-            say(f"port {asked} is in use; using {store.port} instead")
+            say(f"port {port} is in use; using {store.port} instead")
             return host, store
     assert processes.main_process_ip is not None
     host = processes.main_process_ip
     if backend not in ("static", "c10d"):
         return host, None
     if processes.machine_rank > 0:
-        _wait_for_machine_0(host, asked, settings.run.rdzv_timeout, processes.machine_rank)
-        return host, dist.TCPStore(host, asked, is_master=False, timeout=timeout)
+        _wait_for_machine_0(host, port, settings.run.rdzv_timeout, processes.machine_rank)
+        return host, dist.TCPStore(host, port, is_master=False, timeout=timeout)
     try:
-        return host, listen(host, asked, timeout)
+        return host, listen(host, port, timeout)
     except PermissionError:
-        raise _forbidden(asked) from None
+        raise _forbidden(port) from None
     except socket.gaierror as error:
         raise RuntimeSetupError(
             f"main_process_ip {host}: the name cannot be resolved on machine 0 ({error.strerror}); use an address of "
@@ -224,7 +224,7 @@ def _open_store(
         ) from None
     except OSError:
         raise RuntimeSetupError(
-            f"port {asked} of this machine is in use, and the other machines expect the rendezvous there; end the "
+            f"port {port} of this machine is in use, and the other machines expect the rendezvous there; end the "
             "program that uses it, or set another --main_process_port on all machines"
         ) from None
 

@@ -80,12 +80,12 @@ def search(request: PlanRequest, options: PlanOptions) -> int:
 
     allowed = check_allowed(options.allow)
     with Terminal(stderr=True).status("searching") as status:
-        found = search_settings(with_data(request), Pricing(), allowed, lambda what: status.update(f"trying {what}"))
+        result = search_settings(with_data(request), Pricing(), allowed, lambda what: status.update(f"trying {what}"))
     if options.json:
-        print_text(json.dumps(found.to_json(), default=str))
+        print_text(json.dumps(result.to_json(), default=str))
     else:
-        print_search(found)
-    return EXIT_CODES[found.fits]
+        print_search(result)
+    return EXIT_CODES[result.fits]
 
 
 def with_data(request: PlanRequest) -> PlanRequest:
@@ -116,8 +116,8 @@ def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:
     config.adapter_name_or_path = adapter  # it may have been given as the model
     engine = sharding_settings(config, launch.engine, notes)
     machine = _machine(options, launch.processes, engine.use_cpu)
-    if not engine.use_cpu and (found := stand_in(options)) is not None:
-        notes.append(f"there is no GPU here: speeds, links and host memory are those of {found.name} (machine)")
+    if not engine.use_cpu and (assumed := stand_in(options)) is not None:
+        notes.append(f"there is no GPU here: speeds, links and host memory are those of {assumed.name} (machine)")
     engine = dataclasses.replace(engine, use_cpu=machine.shares_host_memory)
     engine.mesh_shape(machine.num_processes, machine.nodes)
     return PlanRequest(config, engine, model, adapter, machine, notes=tuple(notes)), options
@@ -155,8 +155,8 @@ def _machine(options: PlanOptions, processes: ProcessSettings, use_cpu: bool) ->
                 f"gpus_per_node is {per_node}; leave one of them out."
             )
         per_node = total // machines
-    given = options.machine.strip().lower()
-    if use_cpu and given == "here":
+    name = options.machine.strip().lower()
+    if use_cpu and name == "here":
         options = dataclasses.replace(options, machine="cpu")
     machine = find_machine(dataclasses.replace(options, num_processes=total, gpus_per_node=per_node))
     if use_cpu and not machine.shares_host_memory:

@@ -50,7 +50,7 @@ class LaunchSettings:
     """The script and its arguments."""
     file: Path | None
     file_reason: str
-    given: dict[str, Any]
+    user_settings: dict[str, Any]
     """The values that were set, by key of the file; all others are defaults."""
     notes: tuple[str, ...]
     slurm: SlurmPlace | None = None
@@ -106,7 +106,7 @@ class LaunchSettings:
         return {
             one.key: one.no_op
             for one in IGNORED_OPTIONS
-            if one.key in self.given and self.given[one.key] not in (one.default, (), {})
+            if one.key in self.user_settings and self.user_settings[one.key] not in (one.default, (), {})
         }
 
     def to_json(self) -> str:
@@ -120,7 +120,7 @@ class LaunchSettings:
         stored = {
             "fullshard": __version__,
             "config_file": str(self.file) if self.file else None,
-            "given": self.given,
+            "given": self.user_settings,
             "settings": settings,
             "effective": self.describe(),
             "without_effect": self.without_effect(),
@@ -137,35 +137,35 @@ class LaunchSettings:
             COMMAND_VARIABLE,
         }
         ours |= {f"FSDP_{one.name.upper()}" for one in options_of(EngineSettings) if one.prefix == "fsdp_"}
-        made = {name: value for name, value in outer.items() if name not in ours}
-        made |= self.engine.to_environment()
-        made[RESOLVED_VARIABLE] = self.to_json()
-        made |= self.variables
+        variables = {name: value for name, value in outer.items() if name not in ours}
+        variables |= self.engine.to_environment()
+        variables[RESOLVED_VARIABLE] = self.to_json()
+        variables |= self.variables
         if self.shown_command != self.command:
-            made[COMMAND_VARIABLE] = json.dumps(self.command)
-        made["OMP_NUM_THREADS"] = str(self._threads(outer))
+            variables[COMMAND_VARIABLE] = json.dumps(self.command)
+        variables["OMP_NUM_THREADS"] = str(self._threads(outer))
         if self.device == "cpu":
-            made["FULLSHARD_DEVICE"] = "cpu"
-            made["ACCELERATE_USE_CPU"] = "true"  # else Accelerate takes such ranks for independent programs
+            variables["FULLSHARD_DEVICE"] = "cpu"
+            variables["ACCELERATE_USE_CPU"] = "true"  # else Accelerate takes such ranks for independent programs
         if self.device == "xla":
-            made |= self._xla_variables(outer)
+            variables |= self._xla_variables(outer)
         gpus = self.processes.gpu_ids
         if gpus not in (None, "all") and self.device in KINDS:
-            made[KINDS[self.device].visible] = gpus
+            variables[KINDS[self.device].visible] = gpus
         if self.run.no_integrations:
-            made[INTEGRATIONS_VARIABLE] = "off"
+            variables[INTEGRATIONS_VARIABLE] = "off"
         if self.processes.enable_cpu_affinity:
-            made["ACCELERATE_CPU_AFFINITY"] = "1"
-        return made
+            variables["ACCELERATE_CPU_AFFINITY"] = "1"
+        return variables
 
     def _xla_variables(self, outer: Mapping[str, str]) -> dict[str, str]:
         """What tells PyTorch/XLA which devices to use; CPU devices are made, in the number that is asked for."""
         count = self.processes.num_processes
-        asked = {} if count is None else {XLA_DEVICES_VARIABLE: str(count)}
+        devices_variable = {} if count is None else {XLA_DEVICES_VARIABLE: str(count)}
         if not self.engine.use_cpu and outer.get("PJRT_DEVICE") != "CPU":
-            return asked
+            return devices_variable
         devices = count or outer.get("CPU_NUM_DEVICES") or 1
-        return {**asked, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+        return {**devices_variable, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
 
     def _threads(self, outer: Mapping[str, str]) -> int:
         if self.run.num_cpu_threads_per_process is not None:
@@ -207,10 +207,10 @@ def resolve(
     if starts:
         _check_command(run, parsed.rest)
     keys = {one.name: one.key for one in file_options()}
-    given = {keys[name]: value for name, value in values.items() if name in keys}
-    learn(given)
+    user_settings = {keys[name]: value for name, value in values.items() if name in keys}
+    learn(user_settings)
     return LaunchSettings(
-        engine, processes, run, tuple(parsed.rest), path, reason, given, tuple(dict.fromkeys(notes)), slurm
+        engine, processes, run, tuple(parsed.rest), path, reason, user_settings, tuple(dict.fromkeys(notes)), slurm
     )
 
 
@@ -243,10 +243,10 @@ def _typed(run: RunSettings) -> dict[str, Any]:
         "use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM",
         "tpu": "XLA",
     }  # fmt: skip
-    asked = [flag for flag in kinds if getattr(run, flag)]
-    if len(asked) > 1:
-        raise ConfigError(f"--{' and --'.join(asked)} exclude each other; use one of them")
-    return {"distributed_type": kinds[asked[0]]} if asked else {}
+    chosen = [flag for flag in kinds if getattr(run, flag)]
+    if len(chosen) > 1:
+        raise ConfigError(f"--{' and --'.join(chosen)} exclude each other; use one of them")
+    return {"distributed_type": kinds[chosen[0]]} if chosen else {}
 
 
 def _engine(values: Mapping[str, Any], processes: ProcessSettings, notes: list[str]) -> EngineSettings:
@@ -387,7 +387,7 @@ def settle(settings: LaunchSettings, gpus: int, gpu_type: str = "cuda") -> Launc
             f"{local} processes on this machine, but only {available} GPU(s); use --num_processes "
             f"{available * machines}, or --use_cpu to train on CPUs"
         )
-    if device == "cpu" and not engine.use_cpu and settings.given.get("use_cpu") is False:
+    if device == "cpu" and not engine.use_cpu and settings.user_settings.get("use_cpu") is False:
         notes.append("this machine has no GPU, so the model is sharded over CPU processes")
     port = processes.main_process_port if machines == 1 else processes.main_process_port or 29500
     processes = dataclasses.replace(processes, main_process_port=port)

@@ -117,9 +117,9 @@ def check_links(model: Any, backend: str) -> None:
     """Check that the sharded model's process groups use the same backend as the default group."""
     means = model._fullshard_engine.means
     links = [link for link in (means.gather_link, means.reduce_link, means.replica_link) if link.group is not None]
-    found = {groups.backend_of(link.group, xr.device()) for link in links}
+    backends = {groups.backend_of(link.group, xr.device()) for link in links}
     through_host = any(link.from_host for link in links)
-    right = found <= {backend} and not (backend != "gloo" and through_host)
+    right = backends <= {backend} and not (backend != "gloo" and through_host)
     if links:
         check(right, f"all-gathers and reductions of the sharded model use the same transport ({backend})")
 

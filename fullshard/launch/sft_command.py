@@ -77,21 +77,21 @@ def refuse_unknown(words: Sequence[str], options: Iterable[Option], command: str
 def separate(words: Sequence[str], flags: Mapping[str, Option]) -> tuple[list[str], list[str]]:
     """The words without these flags and their values, and the flags with their values."""
     others: list[str] = []
-    taken: list[str] = []
+    run_words: list[str] = []
     left = list(words)
     while left:
         word = left.pop(0)
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
-        found = flags.get(name) or flags.get(name.removeprefix("no_"))
-        if not word.startswith("-") or found is None:
+        option = flags.get(name) or flags.get(name.removeprefix("no_"))
+        if not word.startswith("-") or option is None:
             others.append(word)
             continue
-        taken.append(word)
+        run_words.append(word)
         takes_value = "=" not in word and name in flags
-        alone = found.kind is bool and not (left and left[0].lower() in (*TRUE, *FALSE))
+        alone = option.kind is bool and not (left and left[0].lower() in (*TRUE, *FALSE))
         if takes_value and not alone and left:
-            taken.append(left.pop(0))
-    return others, taken
+            run_words.append(left.pop(0))
+    return others, run_words
 
 
 def show_sft_help() -> None:

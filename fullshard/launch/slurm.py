@@ -87,14 +87,14 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    found: list[str] = []
+    numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None:
             raise ConfigError(f"Slurm's list of hosts cannot be read: {text!r}; expected such as node[01-03,07],gpu2")
         first, last = match[1], match[2] or match[1]
-        found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return found
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return numbers
 
 
 def expand_counts(text: str) -> list[int]:

@@ -28,9 +28,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """The contents of an adapter's `adapter_config.json`."""
     file = Path(folder).expanduser() / CONFIG
     try:
-        found = json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise WeightsError(f"{file} cannot be read: {error}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise WeightsError(f"{file} is not an adapter configuration: expected a JSON object.")
-    return found
+    return config

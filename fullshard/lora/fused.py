@@ -66,10 +66,10 @@ class LoraGroup:
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """The output of a layer; None if it must run PEFT's forward."""
         if self.computed is not None and self.computed[0] is x:
-            found = self.computed[1][index]
-            if found is not None:
+            out = self.computed[1][index]
+            if out is not None:
                 self._take(index)
-                return found
+                return out
         self.computed = None
         dtype, casts = compute_dtype(x), autocasts(x.device)
         own = self.part(index, dtype, casts)
@@ -113,10 +113,14 @@ class LoraGroup:
             return None
         if has_hooks(base) or has_hooks(a) or has_hooks(b) or has_hooks(dropout):
             return None
-        found, bias, weight_a, weight_b = base_form(base), base.bias, a.weight, b.weight
-        if found is None or found.compute_dtype not in (None, dtype) or (bias is not None and bias.requires_grad):
+        base_weights, bias, weight_a, weight_b = base_form(base), base.bias, a.weight, b.weight
+        if (
+            base_weights is None
+            or base_weights.compute_dtype not in (None, dtype)
+            or (bias is not None and bias.requires_grad)
+        ):
             return None
-        for t in found.tensors:
+        for t in base_weights.tensors:
             if t.requires_grad or (t.dtype != dtype and t.is_floating_point()):
                 return None
         if weight_a.dtype != dtype or weight_b.dtype != dtype:
@@ -125,16 +129,16 @@ class LoraGroup:
             weight_a, weight_b = weight_a.to(dtype), weight_b.to(dtype)
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
-        return Layer(found.form, found.tensors, bias, weight_a, weight_b, layer.scaling[name])
+        return Layer(base_weights.form, base_weights.tensors, bias, weight_a, weight_b, layer.scaling[name])
 
 
 def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of a LoRA layer in a group."""
     if not args and not kwargs and not is_sharded(x):
         group, index = layer._fullshard_lora
-        found = group.output(index, x)
-        if found is not None:
-            return found
+        out = group.output(index, x)
+        if out is not None:
+            return out
     plain: torch.Tensor = type(layer).forward(layer, x, *args, **kwargs)
     return plain
 
@@ -167,8 +171,8 @@ def report_sharded(model: nn.Module, param_dtype: torch.dtype | None) -> FusedRe
     for path, layer in model.named_modules():
         if "_fullshard_lora" not in layer.__dict__:
             continue
-        (group, index), found = layer._fullshard_lora, cast("Any", layer)
-        base, adapter = found.base_layer, found.lora_A[group.adapter].weight.dtype
+        (group, index), lora_layer = layer._fullshard_lora, cast("Any", layer)
+        base, adapter = lora_layer.base_layer, lora_layer.lora_A[group.adapter].weight.dtype
         if (type(layer), type(base)) != group.types[index]:
             report.aside["they are units of their own"].append(path)
         elif param_dtype is None and base.weight.dtype != adapter:

@@ -131,11 +131,11 @@ def grad_input(
 
 def kept(shape: tuple[int, int], adapter: int, seed: torch.Tensor, threshold: int) -> torch.Tensor:
     """The mask of an adapter."""
-    found = torch.empty(shape, dtype=torch.int8, device=seed.device)
+    mask = torch.empty(shape, dtype=torch.int8, device=seed.device)
     grid = (triton.cdiv(shape[0], ROWS), triton.cdiv(shape[1], COLUMNS))
     with accelerator.using(seed.device):
-        _mask[grid](found, seed, *shape, adapter, threshold, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
-    return found.bool()
+        _mask[grid](mask, seed, *shape, adapter, threshold, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return mask.bool()
 
 
 @triton.jit

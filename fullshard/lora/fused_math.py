@@ -109,8 +109,8 @@ def grad_x(
 
 def scaled_product(one: torch.Tensor, other: torch.Tensor, scale: float) -> torch.Tensor:
     """`scale · one @ other`."""
-    found = one.new_empty(one.shape[0], other.shape[1])
-    return torch.addmm(found, one, other, beta=0, alpha=scale, out=found)
+    out = one.new_empty(one.shape[0], other.shape[1])
+    return torch.addmm(out, one, other, beta=0, alpha=scale, out=out)
 
 
 def stacked(layers: Sequence[Layer]) -> tuple[torch.Tensor, int]:

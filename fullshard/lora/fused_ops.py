@@ -29,8 +29,8 @@ def lora_group(
         layout, base, a, b, scales = flat(layers)
         return lora_group_operator(x, base, a, b, seed, layout, scales, probability)[:-1]
     adapters = [t for layer in layers for t in (layer.a, layer.b)]
-    found: tuple[torch.Tensor, ...] = _Group.apply(layers, seed, probability, x, *adapters)
-    return list(found)
+    outputs: tuple[torch.Tensor, ...] = _Group.apply(layers, seed, probability, x, *adapters)
+    return list(outputs)
 
 
 def flat(
@@ -51,12 +51,12 @@ def _parsed(layout: str) -> list[tuple[str, int, bool]]:
 
 def layers_of(layout: str, base: Tensors, a: Tensors, b: Tensors, scales: Sequence[float]) -> list[Layer]:
     """The layers that `flat` took apart."""
-    found, left = [], list(base)
+    layers, left = [], list(base)
     for (form, count, biased), *adapter in zip(_parsed(layout), a, b, scales, strict=True):
         weight, left = left[:count], left[count:]
         bias, left = (left[0], left[1:]) if biased else (None, left)
-        found.append(Layer(form, weight, bias, *adapter))
-    return found
+        layers.append(Layer(form, weight, bias, *adapter))
+    return layers
 
 
 def _dropout(seed: torch.Tensor | None, probability: float) -> Dropout | None:
@@ -83,8 +83,8 @@ def _backward(
 ) -> Gradients:  # fmt: skip
     rows = [None if dy is None else as_rows(dy) for dy in dys]
     with without_autocast(x.device):
-        found = backward(as_rows(x), h, rows, layers, _dropout(seed, probability), wants_x, wants_adapters)
-    return Gradients(None if found.x is None else found.x.view(x.shape), found.a, found.b)
+        grads = backward(as_rows(x), h, rows, layers, _dropout(seed, probability), wants_x, wants_adapters)
+    return Gradients(None if grads.x is None else grads.x.view(x.shape), grads.a, grads.b)
 
 
 # --- plain tensors --------------------------------------------------------------------------------------------------
@@ -110,19 +110,20 @@ class _Group(torch.autograd.Function):
             layers.append(Layer(form, tensors[first : first + count], None, tensors[2 * i], tensors[2 * i + 1], scale))
             first += count
         _, _, _, wants_x, *wants_adapters = ctx.needs_input_grad
-        found = _backward(x, h, dys, layers, seed, probability, wants_x, any(wants_adapters))
-        das, dbs = _for_used(found, dys)
-        return None, None, None, found.x, *[grad for pair in zip(das, dbs, strict=True) for grad in pair]
+        grads = _backward(x, h, dys, layers, seed, probability, wants_x, any(wants_adapters))
+        das, dbs = _for_used(grads, dys)
+        return None, None, None, grads.x, *[grad for pair in zip(das, dbs, strict=True) for grad in pair]
 
 
-def _for_used(found: Gradients, dys: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
+def _for_used(gradients: Gradients, dys: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
     """The adapters' gradients, None where the output was not used."""
-    if not found.a:
+    if not gradients.a:
         return [None] * len(dys), [None] * len(dys)
     if all(dy is not None for dy in dys):
-        return found.a, found.b
+        return gradients.a, gradients.b
     das, dbs = (
-        [None if dy is None else one for one, dy in zip(grads, dys, strict=True)] for grads in (found.a, found.b)
+        [None if dy is None else one for one, dy in zip(grads, dys, strict=True)]
+        for grads in (gradients.a, gradients.b)
     )
     return das, dbs
 
@@ -156,13 +157,13 @@ def lora_group_backward(
     scales: Sequence[float], probability: float, wants_x: bool, wants_adapters: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The gradients of `x`, of all `a` and of all `b`, for those of the outputs that were used."""
-    given = dict(zip(used, dys, strict=True))
-    every = [given.get(i) for i in range(len(a))]
+    by_layer = dict(zip(used, dys, strict=True))
+    every = [by_layer.get(i) for i in range(len(a))]
     layers = layers_of(layout, base, a, b, scales)
-    found = _backward(x, h, every, layers, seed, probability, wants_x, wants_adapters)
+    gradients = _backward(x, h, every, layers, seed, probability, wants_x, wants_adapters)
     # Results of an operator must not share memory.
-    das = [da if da.numel() == h.shape[1] * x.shape[-1] else da.clone() for da in found.a]
-    return [*([] if found.x is None else [found.x]), *das, *found.b]
+    das = [da if da.numel() == h.shape[1] * x.shape[-1] else da.clone() for da in gradients.a]
+    return [*([] if gradients.x is None else [gradients.x]), *das, *gradients.b]
 
 
 @lora_group_backward.register_fake
@@ -191,11 +192,11 @@ def _operator_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
     wants, dys = ctx.needs_input_grad, list(grads[:-1])
     used = [i for i, dy in enumerate(dys) if dy is not None]
     adapters = any(wants[2]) or any(wants[3])
-    found = lora_group_backward(
+    adapter_grads = lora_group_backward(
         x, h, [dy for dy in dys if dy is not None], used, base, a, b, seed, *ctx.about, wants[0], adapters
     )
-    dx, found = (found[0], found[1:]) if wants[0] else (None, found)
-    das, dbs = _for_used(Gradients(dx, found[:count], found[count:]), dys)
+    dx, adapter_grads = (adapter_grads[0], adapter_grads[1:]) if wants[0] else (None, adapter_grads)
+    das, dbs = _for_used(Gradients(dx, adapter_grads[:count], adapter_grads[count:]), dys)
     return dx, [None] * base_count, das, dbs, None, None, None, None
 
 

@@ -44,8 +44,8 @@ def gated_mlp(x: torch.Tensor, mlp: GatedMlp, seeds: torch.Tensor | None, probab
         middle, h, *_ = gated_branches(x, tensors, seeds, *about)
         return down_product(middle, h, down_base, mlp.down.b, down, *down_scales)
     middle, h = _Branches.apply(about, seeds, x, *tensors)
-    found: torch.Tensor = _Down.apply(middle, h, mlp.down.b, down, *down_scales, *down_base)
-    return found
+    out: torch.Tensor = _Down.apply(middle, h, mlp.down.b, down, *down_scales, *down_base)
+    return out
 
 
 # --- up to the product of the branches --------------------------------------------------------------------------------
@@ -81,10 +81,10 @@ def _backward(
     *layers, probability = about
     with without_autocast(x.device):
         saved = Saved(as_rows(x), *kept)
-        found = arithmetic.backward(
+        gradients = arithmetic.backward(
             as_rows(d_middle), dh_down, saved, _branches(tensors, *layers), _dropouts(seeds, probability), wants_x
         )
-    return [*([] if found.x is None else [found.x.view(x.shape)]), *found.a, *found.b]
+    return [*([] if gradients.x is None else [gradients.x.view(x.shape)]), *gradients.a, *gradients.b]
 
 
 class _Branches(torch.autograd.Function):
@@ -103,9 +103,9 @@ class _Branches(torch.autograd.Function):
         seeds, x, *rest = ctx.saved_tensors
         kept, tensors = rest[:3], rest[3:]
         wants_x = ctx.needs_input_grad[2]
-        found = _backward(d_middle, dh_down, x, kept, tensors, seeds, ctx.about, wants_x)
-        dx, found = (found[0], found[1:]) if wants_x else (None, found)
-        return None, None, dx, *[None] * (len(tensors) - ADAPTERS), *found
+        grads = _backward(d_middle, dh_down, x, kept, tensors, seeds, ctx.about, wants_x)
+        dx, grads = (grads[0], grads[1:]) if wants_x else (None, grads)
+        return None, None, dx, *[None] * (len(tensors) - ADAPTERS), *grads
 
 
 @torch.library.custom_op("fullshard::gated_branches", mutates_args=())
@@ -134,9 +134,9 @@ def gated_branches_backward(
 ) -> list[torch.Tensor]:  # fmt: skip
     """The gradients of `x`, if wanted, and of the adapters."""
     about = layout, scales, activation, probability
-    found = _backward(d_middle, dh_down, x, kept, tensors, seeds, about, wants_x)
+    grads = _backward(d_middle, dh_down, x, kept, tensors, seeds, about, wants_x)
     first = int(wants_x)  # results of an operator must not share memory: those of gate and up are rows of one tensor
-    return [one.clone() if first <= i < first + 2 else one for i, one in enumerate(found)]
+    return [one.clone() if first <= i < first + 2 else one for i, one in enumerate(grads)]
 
 
 @gated_branches_backward.register_fake
@@ -153,9 +153,9 @@ def _branches_backward(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
     seeds, x, *rest = ctx.saved_tensors
     kept, tensors = rest[:3], rest[3:]
     wants_x = ctx.needs_input_grad[0]
-    found = gated_branches_backward(grads[0], grads[1], x, kept, tensors, seeds, *ctx.about, wants_x)
-    dx, found = (found[0], found[1:]) if wants_x else (None, found)
-    return dx, [*[None] * (len(tensors) - ADAPTERS), *found], None, None, None, None, None
+    adapter_grads = gated_branches_backward(grads[0], grads[1], x, kept, tensors, seeds, *ctx.about, wants_x)
+    dx, adapter_grads = (adapter_grads[0], adapter_grads[1:]) if wants_x else (None, adapter_grads)
+    return dx, [*[None] * (len(tensors) - ADAPTERS), *adapter_grads], None, None, None, None, None
 
 
 gated_branches.register_autograd(_branches_backward, setup_context=_keep)
@@ -288,9 +288,9 @@ def _fits(layers: list[Any]) -> bool:
 def _run_joint(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of a gated MLP."""
     if not args and not kwargs and not is_sharded(x):
-        found = _fused(module, x)
-        if found is not None:
-            return found
+        out = _fused(module, x)
+        if out is not None:
+            return out
     plain: torch.Tensor = type(module).forward(module, x, *args, **kwargs)
     return plain
 
@@ -301,17 +301,17 @@ def _fused(module: Any, x: torch.Tensor) -> torch.Tensor | None:
     if any(has_hooks(child) for child in module.children()):
         return None
     dtype, casts = compute_dtype(x), autocasts(x.device)
-    found, rates = [], []
+    parts, rates = [], []
     for name in names[:3]:
         layer = getattr(module, name)
         group, index = layer._fullshard_lora
         part = group.part(index, dtype, casts)
         if part is None:
             return None
-        found.append(part)
+        parts.append(part)
         rates.append(group.rate(index))
     if rates[0] != rates[1] or rates[1] != rates[2]:
         return None
     seeds = draw_seed(x.device, 2) if rates[0] else None
-    gate, up, down = found
+    gate, up, down = parts
     return gated_mlp(x.to(dtype), GatedMlp(gate, up, down, names.activation), seeds, rates[0])

@@ -140,10 +140,10 @@ def _forward(  # type: ignore[no-untyped-def]
             value = tl.where(keep, value, 0.0).to(value.dtype)
         a = _tile_of(a_down, d, k, down_rank, inner)
         sums += tl.dot(value, tl.trans(a), input_precision="ieee")
-    found = (sums * keep_scale).to(h_down.dtype.element_ty)
+    scaled = (sums * keep_scale).to(h_down.dtype.element_ty)
     tl.store(
         h_down + row.to(tl.int64)[:, None] * down_rank + d[None, :],
-        found,
+        scaled,
         mask=there[:, None] & (d < down_rank)[None, :],
     )
 

@@ -25,9 +25,9 @@ def whole_class(config: Any) -> Any:
     from transformers.models.auto import modeling_auto
 
     for mapping in ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING"):
-        found = getattr(modeling_auto, mapping, {}).get(type(config), None)
-        if found is not None and not config.is_encoder_decoder:
-            return found
+        model_class = getattr(modeling_auto, mapping, {}).get(type(config), None)
+        if model_class is not None and not config.is_encoder_decoder:
+            return model_class
     return None
 
 

@@ -61,12 +61,12 @@ def _expert_weights(model: nn.Module) -> Iterator[str]:
     """The stacked weights of experts, by name."""
     for name, module in model.named_modules():
         if isinstance(module, NF4Experts):
-            found = set(module.fused)
+            names = set(module.fused)
         elif EXPERTS & {*name.split(".")} and not isinstance(module, nn.Linear):
-            found = {own for own, p in module.named_parameters(recurse=False) if p.ndim == 3}
+            names = {own for own, p in module.named_parameters(recurse=False) if p.ndim == 3}
         else:
-            found = {own for own, _ in fused_experts(module)}
-        yield from (f"{name}.{own}" for own in sorted(found))
+            names = {own for own, _ in fused_experts(module)}
+        yield from (f"{name}.{own}" for own in sorted(names))
 
 
 def _in_router(name: str, blocks: Iterable[str]) -> bool:
@@ -96,7 +96,7 @@ def _parameter_names(model: nn.Module) -> Iterator[str]:
 def _short(names: list[str], others: list[str]) -> list[str]:
     """The names without the number of their layer, where PEFT would not match any of the others by that."""
     ends = {f".{name[i:]}" for name in others for i in (0, *(m.end() for m in re.finditer(r"\.", name)))}
-    short = {name: found[1] if (found := _BEHIND_THE_LAYER.fullmatch(name)) else name for name in names}
+    short = {name: match[1] if (match := _BEHIND_THE_LAYER.fullmatch(name)) else name for name in names}
     return sorted({name if f".{end}" in ends else end for name, end in short.items()})
 
 
@@ -116,12 +116,12 @@ def converted(peft_config: Any, model: Any) -> Any:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # older than the conversion
         return peft_config
-    found = copy.deepcopy(peft_config)
+    config = copy.deepcopy(peft_config)
     try:
-        convert_peft_config_for_transformers(found, model=model, conversions=None)
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
     except ValueError:
-        found.target_modules = set()
-    return found
+        config.target_modules = set()
+    return config
 
 
 def adapts_parameters(peft_config: Any, model: nn.Module) -> bool:

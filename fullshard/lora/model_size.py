@@ -55,12 +55,12 @@ def bytes_by_kind(model: nn.Module) -> tuple[int, Counter[str]]:
 
 def _tables(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The weights of output head and embedding; a tied weight counts as the embedding."""
-    found = []
+    tables = []
     for kind, get in (("head", "get_output_embeddings"), ("embedding", "get_input_embeddings")):
         layer: Any = getattr(model, get)() if hasattr(model, get) else None
         if (weight := getattr(plain_layer(layer), "weight", None)) is not None:
-            found.append((kind, weight))
-    return found
+            tables.append((kind, weight))
+    return tables
 
 
 def _kind(name: str, p: torch.Tensor) -> str:

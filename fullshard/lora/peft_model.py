@@ -41,9 +41,9 @@ def get_peft_model_on_meta(model: nn.Module, peft_config: Any) -> Any:
         raise ConfigError("loftq_config: loftq_iter above 1 also changes the base weights; expected 1")
     peft_config = copy.copy(peft_config)
     peft_config.init_lora_weights = True
-    made = with_layers(model, peft_config)
+    peft_model = with_layers(model, peft_config)
     peft_config.init_lora_weights = method
-    return made
+    return peft_model
 
 
 def with_layers(model: nn.Module, peft_config: Any) -> Any:
@@ -59,29 +59,31 @@ def with_layers(model: nn.Module, peft_config: Any) -> Any:
     of_layers = {target: [n for n in layers if f".{n}.weight".endswith(f".{target}")] for target in named}
     peft_config = copy.copy(peft_config)
     peft_config.target_parameters = [target for target in named if not of_layers[target]] or None
-    made: Any = get_peft_model(model, peft_config)
+    peft_model: Any = get_peft_model(model, peft_config)
     for name in sorted({name for names in of_layers.values() for name in names}):
         path, _, own = name.rpartition(".")
         parent, layer = model.get_submodule(path), model.get_submodule(name)
-        made.base_model._create_and_replace(peft_config, made.active_adapter, layer, own, parent, current_key=name)
+        peft_model.base_model._create_and_replace(
+            peft_config, peft_model.active_adapter, layer, own, parent, current_key=name
+        )
     peft_config.target_parameters = named
-    return made
+    return peft_model
 
 
 @contextlib.contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
     """Inside, parameters on the meta device are replaced by tensors on the CPU that need no memory, so that PEFT keeps
     an adapter's initial values there too. They are NaN: copies of them are put on the meta device afterwards."""
-    made: dict[int, nn.Parameter] = {}
+    stand_ins: dict[int, nn.Parameter] = {}
     originals: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in parameters_of(module).items():
             if p is not None and p.is_meta:
-                if id(p) not in made:
+                if id(p) not in stand_ins:
                     value = torch.full((), torch.nan, dtype=p.dtype, device="cpu").expand(p.shape)
-                    made[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
-                    originals[id(made[id(p)])] = p
-                parameters_of(module)[name] = made[id(p)]
+                    stand_ins[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
+                    originals[id(stand_ins[id(p)])] = p
+                parameters_of(module)[name] = stand_ins[id(p)]
     modules = list(model.modules())
     yield
     for module in {*modules, *model.modules()}:

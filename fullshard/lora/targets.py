@@ -27,20 +27,20 @@ def target_modules(value: str | Sequence[str] | None = None) -> str | list[str]:
 
 def find_targets(model: nn.Module, value: str | Sequence[str] | None = None) -> list[str]:
     """The names of the layers that get adapters. A target that matches no module is an error."""
-    wanted = target_modules(value)
+    targets = target_modules(value)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if wanted == ALL_LINEAR:
+    if targets == ALL_LINEAR:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         return [name for name in linear if head is None or model.get_submodule(name) is not head]
     modules = [name for name, _ in model.named_modules() if name]
-    absent = [w for w in wanted if not any(_ends_with(name, w) for name in modules)]
+    absent = [w for w in targets if not any(_ends_with(name, w) for name in modules)]
     if absent:
         known = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"lora_target_modules: the model has no module named {', '.join(absent)}; its linear layers are "
             f"{', '.join(known) or 'none'}. Use {ALL_LINEAR!r} for all linear layers except the head"
         )
-    return [name for name in modules if any(_ends_with(name, w) for w in wanted)]
+    return [name for name in modules if any(_ends_with(name, w) for w in targets)]
 
 
 def _ends_with(name: str, target: str) -> bool:

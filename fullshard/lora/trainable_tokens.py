@@ -66,11 +66,11 @@ def _forward(layer: Any, x: torch.Tensor, adapters: list[str], *args: Any, **kwa
     order = rows.index.argsort()
     index = rows.index[order]
     position = torch.searchsorted(index, x).clamp(max=len(index) - 1)
-    found = F.embedding(order[position], rows.values)
+    vectors = F.embedding(order[position], rows.values)
     scale = layer._get_embed_scale()
     if scale is not None:
-        found = found * scale.to(found.dtype)
-    return torch.where((index[position] == x).unsqueeze(-1), found.to(result.dtype), result)
+        vectors = vectors * scale.to(vectors.dtype)
+    return torch.where((index[position] == x).unsqueeze(-1), vectors.to(result.dtype), result)
 
 
 def put_over(result: torch.Tensor, x: torch.Tensor, rows: TrainedRows) -> torch.Tensor:

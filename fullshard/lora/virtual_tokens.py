@@ -59,5 +59,5 @@ def as_file(encoder: Any, values: Mapping[str, torch.Tensor]) -> dict[str, torch
     """The tensors to save for a prompt encoder: its output, computed from its whole parameters."""
     indices = torch.arange(encoder.embedding.num_embeddings, device=values["embedding.weight"].device)
     with torch.no_grad():
-        made = torch.func.functional_call(encoder, dict(values), (indices.unsqueeze(0),))
-    return {FILE_KEY: made[0].contiguous().clone()}
+        output = torch.func.functional_call(encoder, dict(values), (indices.unsqueeze(0),))
+    return {FILE_KEY: output[0].contiguous().clone()}

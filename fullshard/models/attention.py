@@ -85,9 +85,9 @@ def attention(
     mask, sinks = attention_mask, s_aux
     if isinstance(mask, BlockMask):
         if dropout == 0 and position_bias is None and runs_flex(query):
-            found = _flex(query, key, value, mask, scaling, softcap, sinks)
-            if found is not None:
-                return found.transpose(1, 2).contiguous(), None
+            out = _flex(query, key, value, mask, scaling, softcap, sinks)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
         mask = dense_of(mask)
     is_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     plain = mask is None and is_causal and position_bias is None and query.shape[2] == key.shape[2]

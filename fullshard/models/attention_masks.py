@@ -113,44 +113,44 @@ def dense_of(mask: BlockMask) -> torch.Tensor:
 # --- masks that a model makes itself ----------------------------------------------------------------------------------
 
 
-def mask_of_model(*, always: bool, **given: Any) -> Any:
+def mask_of_model(*, always: bool, **mask_args: Any) -> Any:
     """transformers' mask function for our attention: what a model that has no mask yet gives to its layers.
 
     None stands for plain causal attention. Padding at the end needs no mask: no real token comes after it. With
     `always`, plain causal attention is a `BlockMask` too, for scores that only flex attention changes. Anything else
     (a cache, padding at the start, tokens that see later ones) is transformers' own dense mask.
     """
-    length, window = given["q_length"], given.get("local_size")
-    plain = given.get("allow_is_causal_skip", True) and not given.get("use_vmap", False)
-    offsets = (given.get("q_offset", 0), given.get("kv_offset", 0))
-    square = "cache_position" not in given and length == given["kv_length"] and _zero(*offsets)
-    if plain and square and ends_with_padding(given.get("attention_mask")):
+    length, window = mask_args["q_length"], mask_args.get("local_size")
+    plain = mask_args.get("allow_is_causal_skip", True) and not mask_args.get("use_vmap", False)
+    offsets = (mask_args.get("q_offset", 0), mask_args.get("kv_offset", 0))
+    square = "cache_position" not in mask_args and length == mask_args["kv_length"] and _zero(*offsets)
+    if plain and square and ends_with_padding(mask_args.get("attention_mask")):
         if window is None or length <= window:
-            return _causal(given) if always else None
-        if (starts := _local_starts(given, window)) is not None:
+            return _causal(mask_args) if always else None
+        if (starts := _local_starts(mask_args, window)) is not None:
             return block_mask(starts)
-    return masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": plain and not always})
+    return masking_utils.sdpa_mask(**{**mask_args, "allow_is_causal_skip": plain and not always})
 
 
 def _zero(*offsets: Any) -> bool:
     return all(isinstance(offset, int) and offset == 0 for offset in offsets)
 
 
-def _row_starts(given: dict[str, Any]) -> torch.Tensor:
-    return torch.zeros(given["batch_size"], given["q_length"], dtype=torch.int32, device=given["device"])
+def _row_starts(mask_args: dict[str, Any]) -> torch.Tensor:
+    return torch.zeros(mask_args["batch_size"], mask_args["q_length"], dtype=torch.int32, device=mask_args["device"])
 
 
-def _causal(given: dict[str, Any]) -> BlockMask:
-    return block_mask(_row_starts(given))
+def _causal(mask_args: dict[str, Any]) -> BlockMask:
+    return block_mask(_row_starts(mask_args))
 
 
-def _local_starts(given: dict[str, Any], window: int) -> torch.Tensor | None:
+def _local_starts(mask_args: dict[str, Any], window: int) -> torch.Tensor | None:
     """Where windows or chunks begin in rows of one document; None if the model's configuration does not tell which."""
-    config = given.get("config")
+    config = mask_args.get("config")
     windows = getattr(config, "sliding_window", None) == window
     if windows == (getattr(config, "attention_chunk_size", None) == window):
         return None
-    return (window_starts if windows else chunk_starts)(_row_starts(given), window)
+    return (window_starts if windows else chunk_starts)(_row_starts(mask_args), window)
 
 
 def ends_with_padding(mask: torch.Tensor | None) -> bool:

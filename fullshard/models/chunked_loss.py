@@ -108,16 +108,16 @@ class _ChunkedLoss(torch.autograd.Function):
             if own is not None and index is not None:
                 logits.index_copy_(1, index, F.linear(hidden[piece], own))
             if cap is not None:
-                found = by_kernel(logits, labels[piece], cap, kind, scale, entropy, logits if want else None)
+                losses = by_kernel(logits, labels[piece], cap, kind, scale, entropy, logits if want else None)
             else:
-                found = reference(logits, labels[piece], steps, factors, kind, scale, entropy, want)
+                losses = reference(logits, labels[piece], steps, factors, kind, scale, entropy, want)
             del logits  # before the next chunk's
-            sums += found.per_token.sum(0)
-            if found.d_logits is None:
+            sums += losses.per_token.sum(0)
+            if losses.d_logits is None:
                 continue
-            for d_factor, part in zip(d_factors, found.d_factors, strict=True):
+            for d_factor, part in zip(d_factors, losses.d_factors, strict=True):
                 d_factor += part
-            d_logits = found.d_logits.to(weight.dtype)
+            d_logits = losses.d_logits.to(weight.dtype)
             if own is not None and index is not None:
                 d_own_logits = d_logits[:, index]
                 d_logits = d_logits.index_fill_(1, index, 0)
@@ -131,7 +131,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 _add_product(d_weight, d_logits.T, hidden[piece])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=wide)
-            del found, d_logits
+            del losses, d_logits
         ctx.gradients = (d_hidden, d_weight, d_bias, d_own, *d_factors)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype, weight.dtype, *(factor.dtype for factor in factors))
         ctx.mark_non_differentiable(sums)
@@ -209,8 +209,8 @@ class _WholeLoss(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, scale: float, kind: TokenLoss, entropy: bool
     ) -> Any:
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
-        found = by_kernel(logits, labels, SoftCap(), kind, scale, entropy, gradient)
-        sums, ctx.gradient = found.per_token.sum(0), gradient
+        losses = by_kernel(logits, labels, SoftCap(), kind, scale, entropy, gradient)
+        sums, ctx.gradient = losses.per_token.sum(0), gradient
         ctx.mark_non_differentiable(sums)
         return sums[0] * scale, sums
 
@@ -359,8 +359,8 @@ class LeanHead:
                 f"and no loss_type; leave them out."
             )
         own, targets = output["loss"], now.targets or 0
-        found = now.statistics if now.statistics is not None else self._observed(output["logits"], labels)
-        sums = torch.stack([own.detach().to(found.sums.dtype) * targets, *found.sums[1:]])
+        statistics = now.statistics if now.statistics is not None else self._observed(output["logits"], labels)
+        sums = torch.stack([own.detach().to(statistics.sums.dtype) * targets, *statistics.sums[1:]])
         return HeadStatistics(own * (targets * now.scale), sums if targets else torch.zeros_like(sums))
 
     def _loss(self, logits: Any, labels: torch.Tensor, vocab_size: int | None = None, **kwargs: Any) -> torch.Tensor:
@@ -372,11 +372,11 @@ class LeanHead:
         # The scale is applied where gradients are computed, so that gradients in a narrow dtype are rounded once.
         scale = now.scale if (now.targets or 0) * now.scale else 1.0
         if type(logits) is DeferredLogits:
-            found = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale, self.kind, self.entropy)
+            statistics = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale, self.kind, self.entropy)
         else:
-            found = whole_cross_entropy(logits, labels, scale, self.kind, self.entropy)
-        now.statistics = now.statistics or found  # the first call is for the next token, if there are several
-        return found.scaled / (scale * (labels[:, 1:] != IGNORED).sum())
+            statistics = whole_cross_entropy(logits, labels, scale, self.kind, self.entropy)
+        now.statistics = now.statistics or statistics  # the first call is for the next token, if there are several
+        return statistics.scaled / (scale * (labels[:, 1:] != IGNORED).sum())
 
     @torch.no_grad()
     def _observed(self, logits: Any, labels: torch.Tensor) -> HeadStatistics:

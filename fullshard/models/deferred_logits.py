@@ -100,21 +100,21 @@ class SoftCap(NamedTuple):
 
 def soft_cap(steps: tuple[Step, ...], dtype: torch.dtype, device: torch.device) -> SoftCap | None:
     """Steps on logits of this dtype as one formula in fp32; None if they are something else."""
-    found, sample = SoftCap(), torch.empty(0, dtype=dtype, device=device)
+    cap, sample = SoftCap(), torch.empty(0, dtype=dtype, device=device)
     for step in steps:
         func, args, kwargs, place = step
         before, sample = sample, _take(step, sample)
         if func in _CASTS:
             widens = sample.dtype in (before.dtype, torch.float32)
-            changed = found if widens and sample.device == before.device else None
+            changed = cap if widens and sample.device == before.device else None
         elif func in _TANH:
-            changed = None if found.tanh else found._replace(tanh=True)
+            changed = None if cap.tanh else cap._replace(tanh=True)
         else:
-            changed = None if kwargs else _times(found, func, [v for i, v in enumerate(args) if i != place], place)
+            changed = None if kwargs else _times(cap, func, [v for i, v in enumerate(args) if i != place], place)
         if changed is None:
             return None
-        found = changed
-    return found
+        cap = changed
+    return cap
 
 
 def _times(cap: SoftCap, func: Any, others: list[Any], place: int) -> SoftCap | None:

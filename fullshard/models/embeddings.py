@@ -17,14 +17,14 @@ def offload_embedding(model: nn.Module) -> str:
 
     Returns why the embedding stays on the device instead; empty if it does not.
     """
-    found = causal(model).get_input_embeddings()
-    tables = [m for m in found.modules() if isinstance(m, nn.Embedding)] if found is not None else []
+    embedding = causal(model).get_input_embeddings()
+    tables = [m for m in embedding.modules() if isinstance(m, nn.Embedding)] if embedding is not None else []
     frozen = [m for m in tables if not m.weight.requires_grad]
     if not frozen:
         return "the input embedding is trained" if tables else "the model has no input embedding of torch's class"
     if any(m.max_norm is not None for m in frozen):
         return "the input embedding has a max_norm, which changes its rows"
-    inside = set(found.modules())
+    inside = set(embedding.modules())
     others = {p for m in model.modules() if m not in inside for p in m.parameters(recurse=False)}
     if any(m.weight in others for m in frozen):
         return "the output head is tied to the input embedding"

@@ -79,12 +79,12 @@ def record_shared_inputs(model: nn.Module, input_ids: torch.Tensor) -> dict[type
     finally:
         for hook in hooks:
             hook.remove()
-    found: dict[type, list[Names]] = {}
+    by_class: dict[type, list[Names]] = {}
     for parent, inputs in calls.items():
         groups = _same_tensor(inputs)
-        known = found.setdefault(type(parent), groups)
-        found[type(parent)] = [group for group in known if group in groups]
-    return found
+        known = by_class.setdefault(type(parent), groups)
+        by_class[type(parent)] = [group for group in known if group in groups]
+    return by_class
 
 
 def _same_tensor(inputs: list[tuple[str, torch.Tensor, int]]) -> list[Names]:
@@ -124,10 +124,10 @@ def record_gated_mlps(model: nn.Module, input_ids: torch.Tensor) -> dict[type, G
     finally:
         for hook in hooks:
             hook.remove()
-    found: dict[type, set[GatedParts | None]] = defaultdict(set)
+    parts_by_class: dict[type, set[GatedParts | None]] = defaultdict(set)
     for module, x in inputs.items():
-        found[type(module)].add(_parts(module, x))
-    single = {kind: next(iter(parts)) for kind, parts in found.items() if len(parts) == 1}
+        parts_by_class[type(module)].add(_parts(module, x))
+    single = {kind: next(iter(parts)) for kind, parts in parts_by_class.items() if len(parts) == 1}
     return {kind: parts for kind, parts in single.items() if parts is not None}
 
 

@@ -90,18 +90,18 @@ class Trial:
         self.alone = torch.empty(0)
 
     def verdict(self) -> PackingVerdict:
-        found = []
+        reasons = []
         # Our own attention is fastest with masks that are made once per batch.
         order = (True, False) if is_own(self.small.config) else (False, True)
         for masks in order:
             reason = self.reason_against(PackingMethod(masks))
             if not reason:
                 return PackingVerdict(PackingMethod(masks))
-            found.append(reason)
+            reasons.append(reason)
         for masks in order:
             if (way := self._one_document_at_a_time(masks)) is not None:
                 return PackingVerdict(way)
-        return PackingVerdict(None, next((r for r in found if r in (LEAKS, LOST)), found[0]))
+        return PackingVerdict(None, next((r for r in reasons if r in (LEAKS, LOST)), reasons[0]))
 
     def reason_against(self, way: PackingMethod) -> str:
         """Why this method is wrong; empty if it is correct."""
@@ -129,8 +129,8 @@ class Trial:
             packed.undo()
 
     def _logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        given = {name: value.to(self.device) for name, value in batch.items() if name != "labels"}
-        logits = self.small(**given, use_cache=False).logits
+        inputs = {name: value.to(self.device) for name, value in batch.items() if name != "labels"}
+        logits = self.small(**inputs, use_cache=False).logits
         if not logits.isfinite().all():
             raise ValueError("the small model's logits are not finite")
         return logits.float()

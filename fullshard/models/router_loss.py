@@ -36,11 +36,11 @@ def set_router_loss(model: Any, coefficient: float | None) -> str:
         return f"{name} has a {COEFFICIENT}, but computes no auxiliary loss of routers; none is added." if own else ""
     if own is None and coefficient is None:
         return ""  # as the model's configuration says
-    wanted = coefficient if coefficient is not None else own or 0.0
-    shape.output_router_logits = bool(wanted)
-    setattr(shape, COEFFICIENT, wanted)
-    setattr(inner, COEFFICIENT, wanted)
-    return f"the loss has the routers' auxiliary loss with coefficient {wanted:g} ({COEFFICIENT})." if wanted else ""
+    weight = coefficient if coefficient is not None else own or 0.0
+    shape.output_router_logits = bool(weight)
+    setattr(shape, COEFFICIENT, weight)
+    setattr(inner, COEFFICIENT, weight)
+    return f"the loss has the routers' auxiliary loss with coefficient {weight:g} ({COEFFICIENT})." if weight else ""
 
 
 def has_router_loss(model: Any) -> bool:

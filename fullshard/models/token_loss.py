@@ -36,18 +36,18 @@ def token_losses(
     """
     n, columns = logits.shape
     assert logits.stride(1) == 1 and (gradient is None or gradient.stride() == logits.stride())
-    found = torch.zeros(n, 3, dtype=torch.float32, device=logits.device)
+    results = torch.zeros(n, 3, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(columns))
     if n:
         with accelerator.using(logits.device):
             _token_losses[(n,)](
-                logits, logits if gradient is None else gradient, labels.contiguous(), found, logits.stride(0),
+                logits, logits if gradient is None else gradient, labels.contiguous(), results, logits.stride(0),
                 soft_cap.before, soft_cap.after, smoothing, scale,
                 COLUMNS=columns, IGNORED=IGNORED, TANH=soft_cap.tanh, SCALED=soft_cap != SoftCap(),
                 SMOOTHING=smoothing > 0, DFT=dft, ENTROPY=entropy, GRADIENT=gradient is not None, BLOCK=block,
                 STAGES=STAGES, num_warps=WARPS,
             )  # fmt: skip
-    return found
+    return results
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _capped(raw, before, after, TANH: tl.constexpr, SCALED: tl.constexpr):  # ty
 
 @Kernel
 def _token_losses(  # type: ignore[no-untyped-def]
-    logits, gradient, labels, found, stride, before, after, smoothing, scale,
+    logits, gradient, labels, results, stride, before, after, smoothing, scale,
     COLUMNS: tl.constexpr, IGNORED: tl.constexpr, TANH: tl.constexpr, SCALED: tl.constexpr, SMOOTHING: tl.constexpr,
     DFT: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -71,7 +71,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     gradient += row.to(tl.int64) * stride
-    found += row * 3
+    results += row * 3
     label = tl.load(labels + row).to(tl.int32)  # as the other column numbers are
     lanes = tl.arange(0, BLOCK)
     if label == IGNORED:
@@ -123,10 +123,10 @@ def _token_losses(  # type: ignore[no-untyped-def]
     if DFT:
         weight = exp(target - lse)
         loss *= weight
-    tl.store(found, loss)
-    tl.store(found + 1, correct.to(tl.float32))
+    tl.store(results, loss)
+    tl.store(results + 1, correct.to(tl.float32))
     if ENTROPY:
-        tl.store(found + 2, lse - weighted / total)
+        tl.store(results + 2, lse - weighted / total)
     if GRADIENT:
         tl.debug_barrier()  # every warp has read the label's logit before it is overwritten
         weight *= scale

@@ -79,13 +79,13 @@ class OnShards:
             return
         with self._local(p) as piece:
             super().init_state(group, piece, gindex, pindex)  # type: ignore[misc]
-            made = dict(self.state[piece])
-        for name, value in made.items():
+            state = dict(self.state[piece])
+        for name, value in state.items():
             if name in SCALES:
-                made[name] = _scales(value, p)
+                state[name] = _scales(value, p)
             elif name in ("state1", "state2"):
-                made[name] = _wrapped(value, p, p.shape, p.placements)
-        self.state[p] = made
+                state[name] = _wrapped(value, p, p.shape, p.placements)
+        self.state[p] = state
 
     def to_gpu(self) -> None:
         """bitsandbytes moves all state to the device before its first step. Here it is where it was made: with its
@@ -163,7 +163,7 @@ def _wrapped(local: torch.Tensor, p: Any, shape: Any, placements: Any) -> torch.
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     kind = type(p.detach())
-    made: torch.Tensor = kind(
+    tensor: torch.Tensor = kind(
         local, DTensorSpec(p.device_mesh, tuple(placements), tensor_meta=meta), requires_grad=False
     )
-    return made
+    return tensor

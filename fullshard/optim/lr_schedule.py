@@ -36,10 +36,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """The options of each schedule in `lr_scheduler_kwargs`, with their defaults."""
 
 
-def check(kind: str, given: Mapping[str, Any], rate: float) -> dict[str, Any]:
+def check(kind: str, options: Mapping[str, Any], rate: float) -> dict[str, Any]:
     """A schedule's options, checked and with defaults filled in; `rate` is the peak learning rate."""
     known = SETTINGS[kind]
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise ConfigError(
@@ -50,7 +50,7 @@ def check(kind: str, given: Mapping[str, Any], rate: float) -> dict[str, Any]:
                 raise ConfigError(f"lr_scheduler_kwargs: {name} is {value!r}; expected {', '.join(SHAPES)}.")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(f"lr_scheduler_kwargs: {name} is {value!r}; expected a number, 0 or more.")
-    settings = {**known, **given}
+    settings = {**known, **options}
     if kind == "polynomial":
         if settings["lr_end"] >= rate > 0:
             raise ConfigError(

@@ -77,7 +77,7 @@ REFUSED: dict[str, str] = {
 LEARNING_RATES = ("original", "match_rms_adamw")
 
 
-def check(optim: str, given: Mapping[str, Any], target_modules: Any) -> dict[str, Any]:
+def check(optim: str, options: Mapping[str, Any], target_modules: Any) -> dict[str, Any]:
     """Refuse an unknown or unserved optimizer; returns the arguments in `optim_args`, converted."""
     if optim in REFUSED:
         raise ConfigError(f"optim {optim} is not supported: {REFUSED[optim]}.")
@@ -94,7 +94,7 @@ def check(optim: str, given: Mapping[str, Any], target_modules: Any) -> dict[str
         raise ConfigError(
             f"optim {optim} needs {kind.package}, which is not installed: pip install {kind.package}, or use {instead}."
         )
-    return {name: _converted(optim, kind, name, value) for name, value in given.items()}
+    return {name: _converted(optim, kind, name, value) for name, value in options.items()}
 
 
 def _converted(optim: str, kind: Kind, name: str, value: Any) -> Any:
@@ -103,12 +103,12 @@ def _converted(optim: str, kind: Kind, name: str, value: Any) -> Any:
         raise ConfigError(
             f"optim_args: {optim} has no argument {name!r}{nearest(name, kind.arguments) or ';'} {takes}."
         )
-    wanted = kind.arguments[name]
+    expected_type = kind.arguments[name]
     try:
-        made = as_bool(value) if wanted is bool else wanted(value)
+        converted = as_bool(value) if expected_type is bool else expected_type(value)
     except (TypeError, ValueError):
-        expected = {bool: "true or false", int: "a whole number", float: "a number"}[wanted]
+        expected = {bool: "true or false", int: "a whole number", float: "a number"}[expected_type]
         raise ConfigError(f"optim_args: {name} is {value!r}; expected {expected}.") from None
-    if name == "adjust_lr_fn" and made not in LEARNING_RATES:
+    if name == "adjust_lr_fn" and converted not in LEARNING_RATES:
         raise ConfigError(f"optim_args: adjust_lr_fn is {value!r}; expected {' or '.join(LEARNING_RATES)}.")
-    return made
+    return converted

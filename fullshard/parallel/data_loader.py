@@ -97,12 +97,12 @@ class RankLoader(DataLoader):
 
     def _begin(self) -> int:
         """Start an epoch; returns how many of its batches the caller must skip."""
-        wanted, self._next = self._next, None
-        epoch, step = wanted or (self.order.epoch, 0)
+        position, self._next = self._next, None
+        epoch, step = position or (self.order.epoch, 0)
         source = self._sampled
         if isinstance(source, RankBatches):
             samplers = (source.batches, getattr(source.batches, "sampler", None))
-            if wanted and not any(hasattr(one, "set_epoch") for one in samplers):
+            if position and not any(hasattr(one, "set_epoch") for one in samplers):
                 self.order.go_to(epoch, lambda: deque(self.order.draws(source.batches), maxlen=0))
             source.skip, step = step, 0
         self.order.begin()
@@ -134,8 +134,10 @@ def _check(loader: DataLoader, world: int, loss_reduction: str) -> None:
 
 def _samplers(loader: DataLoader) -> list[Any]:
     """The samplers of a loader, outermost first."""
-    found = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
-    return [one for i, one in enumerate(found) if one is not None and not any(one is other for other in found[:i])]
+    samplers = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
+    return [
+        one for i, one in enumerate(samplers) if one is not None and not any(one is other for other in samplers[:i])
+    ]
 
 
 _classes: dict[type, type] = {}

@@ -36,11 +36,11 @@ def settings_from_trainer_flags(
     base = EngineSettings.from_environment() if base is None else base
     values = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     notes = notes if notes is not None else []
-    given = overlay(read_section(fsdp_config, notes), read_words(fsdp))
-    made = EngineSettings(**overlay(values, {name: value for name, value in given.items() if name in values}))
-    if any(name.startswith("xla") for name in given):
-        notes.extend(engines.current().sharding_notes(made))
-    return made
+    flags = overlay(read_section(fsdp_config, notes), read_words(fsdp))
+    settings = EngineSettings(**overlay(values, {name: value for name, value in flags.items() if name in values}))
+    if any(name.startswith("xla") for name in flags):
+        notes.extend(engines.current().sharding_notes(settings))
+    return settings
 
 
 def read_words(fsdp: str | bool | Iterable[str] | None) -> dict[str, Any]:

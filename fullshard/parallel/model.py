@@ -76,10 +76,10 @@ def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> Abs
 def build_mesh(settings: EngineSettings) -> Mesh:
     """The mesh of the strategy over all devices of this job."""
     devices = runtime.global_device_count()
-    asked = os.environ.get(XLA_DEVICES_VARIABLE, "")
-    if engines.current().drives_machine and asked not in ("", str(devices)):
+    requested = os.environ.get(XLA_DEVICES_VARIABLE, "")
+    if engines.current().drives_machine and requested not in ("", str(devices)):
         raise ConfigError(
-            f"num_processes is {asked}, and XLA has {devices} device(s); on the XLA engine it is the number of "
+            f"num_processes is {requested}, and XLA has {devices} device(s); on the XLA engine it is the number of "
             f"devices. Leave it out to use all"
         )
     shape = settings.mesh_shape(devices, runtime.node_count())
@@ -135,10 +135,10 @@ def ignored_modules(model: nn.Module, settings: EngineSettings) -> list[nn.Modul
     if settings.ignored_modules is None:
         return []
     names = {name: module for name, module in model.named_modules() if name}
-    found = [module for name, module in names.items() if re.fullmatch(settings.ignored_modules, name)]
-    if not found:
+    ignored = [module for name, module in names.items() if re.fullmatch(settings.ignored_modules, name)]
+    if not ignored:
         raise ConfigError(
             f"fsdp_ignored_modules: no module's full name matches {settings.ignored_modules!r}; names look like "
             f"{', '.join(list(names)[:3])}"
         )
-    return found
+    return ignored

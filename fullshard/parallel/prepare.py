@@ -88,17 +88,17 @@ def step_facts(*objects: Any) -> dict[str, Any]:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """The plain values among these, and the values of tensors with one element."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type != "meta":
-            found[name] = value.item()
+            numbers[name] = value.item()
         elif (
             isinstance(value, bool | int | float | str | None)
             or isinstance(value, list | tuple)
             and all(isinstance(each, bool | int | float) for each in value)
         ):
-            found[name] = value
-    return found
+            numbers[name] = value
+    return numbers
 
 
 def rebind(optimizer: Optimizer) -> Optimizer:

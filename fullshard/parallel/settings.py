@@ -341,23 +341,23 @@ def _on_off(on: bool) -> str:
     return "on" if on else "off"
 
 
-def read_xla_settings(given: Any) -> dict[str, Any]:
+def read_xla_settings(value: Any) -> dict[str, Any]:
     """`xla_fsdp_settings` as a mapping: it may also be JSON, or the path of a JSON file."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    text = str(given).strip()
+    if isinstance(value, Mapping):
+        return dict(value)
+    text = str(value).strip()
     if not text.startswith("{"):
         try:
             text = Path(text).expanduser().read_text()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"xla_fsdp_settings: {given!r} is no mapping, no JSON object and no file that can be read "
+                f"xla_fsdp_settings: {value!r} is no mapping, no JSON object and no file that can be read "
                 f"({getattr(error, 'strerror', error)})"
             ) from None
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"xla_fsdp_settings: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"xla_fsdp_settings: {given!r} holds {found!r} instead of a JSON object")
-    return found
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"xla_fsdp_settings: {value!r} holds {parsed!r} instead of a JSON object")
+    return parsed

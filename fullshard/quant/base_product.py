@@ -125,10 +125,10 @@ class FP8:
         bias: torch.Tensor | None, accumulate: bool,
     ) -> torch.Tensor:  # fmt: skip
         ready = fp8.prepare(x) if isinstance(x, torch.Tensor) else x
-        found = fp8.product(fp8.Weight(*tensors), ready, None if accumulate else out)
+        result = fp8.product(fp8.Weight(*tensors), ready, None if accumulate else out)
         if out is not None and accumulate:
-            return out.add_(found)
-        return found if bias is None else found.add_(bias)
+            return out.add_(result)
+        return result if bias is None else result.add_(bias)
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
@@ -163,8 +163,8 @@ def product(
     kind, *arguments = form.split(":")
     if isinstance(x, fp8.Input) and kind != "fp8":
         x = x.x
-    found: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out, bias, accumulate)
-    return found
+    result: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out, bias, accumulate)
+    return result
 
 
 def adds_in_place(form: str) -> bool:
@@ -177,8 +177,8 @@ def grad_input(
 ) -> torch.Tensor:
     """`dy @ W`, the gradient with respect to `x`."""
     kind, *arguments = form.split(":")
-    found: torch.Tensor = KINDS[kind].grad_input(arguments, tensors, dy, out, accumulate)
-    return found
+    dx: torch.Tensor = KINDS[kind].grad_input(arguments, tensors, dy, out, accumulate)
+    return dx
 
 
 # --- weights that share an input --------------------------------------------------------------------------------------
@@ -204,14 +204,14 @@ def grad_input_sum(
 ) -> torch.Tensor:
     """The sum of `dy @ W` over weights that share an input, and of `dh @ A` for the adapters' (dh, A). If `out` is
     given, it is added there. fp8 weights give one product together, of which `dh @ A` is a part."""
-    found = out
+    total = out
     if joint := [one for one in products if one.form == "fp8"]:
         weights, grads = [fp8.Weight(*one.tensors) for one in joint], [one.dy for one in joint]
-        found = fp8.grad_input(weights, grads, found, found is not None, adapters)
+        total = fp8.grad_input(weights, grads, total, total is not None, adapters)
     elif adapters is not None:
-        found = adapters[0] @ adapters[1] if found is None else found.addmm_(*adapters)
+        total = adapters[0] @ adapters[1] if total is None else total.addmm_(*adapters)
     for one in products:
         if one.form != "fp8":
-            found = grad_input(*one, out=found, accumulate=found is not None)
-    assert found is not None
-    return found
+            total = grad_input(*one, out=total, accumulate=total is not None)
+    assert total is not None
+    return total

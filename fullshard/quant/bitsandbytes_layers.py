@@ -29,19 +29,19 @@ def foreign_layers(model: nn.Module, kind: str) -> dict[str, Any]:
 def take_over(model: nn.Module, inner: nn.Module) -> int:
     """Put our layers in the place of bitsandbytes' 4-bit ones; returns their number. `inner` is the model without
     PEFT's wrappers."""
-    made: dict[nn.Module, NF4Linear] = {}
+    replaced: dict[nn.Module, NF4Linear] = {}
     for name, layer in foreign_layers(model, "Linear4bit").items():
         if hasattr(layer.weight.quant_state, "original_dtype"):
             raise QuantizationError(
                 f"{name}: the model has been evaluated on the CPU, for which bitsandbytes repacks its 4-bit weights "
                 f"and rounds their scales to bf16; load it again, and evaluate with the trainer"
             )
-        if layer not in made:
-            made[layer] = _ours(layer)
-        model.set_submodule(name, made[layer])
-    for attribute in QUANTIZER if made else ():
+        if layer not in replaced:
+            replaced[layer] = _ours(layer)
+        model.set_submodule(name, replaced[layer])
+    for attribute in QUANTIZER if replaced else ():
         vars(inner).pop(attribute, None)
-    return len(made)
+    return len(replaced)
 
 
 @torch.no_grad()

@@ -59,8 +59,8 @@ def dequantize_scales(
 ) -> torch.Tensor:
     """Dequantize scales to [blocks] fp32. `table` [256] fp32 replaces the default map if a file contains its own."""
     table = codebooks.nested_values(code.device) if table is None else table
-    found = table.index_select(0, code.reshape(-1).int())
-    return found * absmax.repeat_interleave(NESTED_BLOCK)[: found.numel()] + offset
+    scales = table.index_select(0, code.reshape(-1).int())
+    return scales * absmax.repeat_interleave(NESTED_BLOCK)[: scales.numel()] + offset
 
 
 SLICE = 1 << 16
@@ -116,13 +116,13 @@ def dequantize(
     pairs = codebooks.value_pairs(quant_type, packed.device)
     for start in range(0, n, SLICE):
         end = min(start + SLICE, n)
-        found = pairs.index_select(0, packed[start // 2 : -(-end // 2)].int()).view(-1)[: end - start]
+        values = pairs.index_select(0, packed[start // 2 : -(-end // 2)].int()).view(-1)[: end - start]
         scales = absmax[start // blocksize : -(-end // blocksize)]
-        whole = found.numel() - found.numel() % blocksize
+        whole = values.numel() - values.numel() % blocksize
         if whole:
             out[start : start + whole] = (
-                found[:whole].view(-1, blocksize).mul_(scales[: whole // blocksize, None]).view(-1)
+                values[:whole].view(-1, blocksize).mul_(scales[: whole // blocksize, None]).view(-1)
             )
-        if whole < found.numel():
-            out[start + whole : end] = found[whole:] * scales[-1]
+        if whole < values.numel():
+            out[start + whole : end] = values[whole:] * scales[-1]
     return out

@@ -26,8 +26,8 @@ STATE_LENGTH = 256
 
 def is_quantized(keys: Iterable[str], name: str) -> bool:
     """Whether a file with these keys stores the weight `name` in 4 bits."""
-    found = set(keys)
-    return any(f"{name}.{STATE}{kind}" in found for kind in codebooks.QUANT_TYPES)
+    names = set(keys)
+    return any(f"{name}.{STATE}{kind}" in names for kind in codebooks.QUANT_TYPES)
 
 
 def keys_of(name: str, quant_type: str, double: bool) -> list[str]:
@@ -92,11 +92,11 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], name: str = "weight") -> t
     )  # fmt: skip
 
 
-def check_map(found: torch.Tensor, known: torch.Tensor, name: str) -> None:
+def check_map(stored: torch.Tensor, known: torch.Tensor, name: str) -> None:
     """Raise `QuantizationError` if a file's table of values differs from bitsandbytes'."""
-    if not torch.equal(found.float(), known):
+    if not torch.equal(stored.float(), known):
         raise QuantizationError(
-            f"{name} differs from bitsandbytes' table (found {found[0]:g} to {found[-1]:g}, expected {known[0]:g} to "
+            f"{name} differs from bitsandbytes' table (found {stored[0]:g} to {stored[-1]:g}, expected {known[0]:g} to "
             f"{known[-1]:g}); this weight cannot be read"
         )
 
@@ -114,6 +114,6 @@ def read_state(text: torch.Tensor, name: str = "weight") -> dict[str, Any]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = dtype_of(name)
-    assert found is not None
-    return found
+    dtype = dtype_of(name)
+    assert dtype is not None
+    return dtype

@@ -80,12 +80,12 @@ def nested_values(device: torch.device) -> torch.Tensor:
 
     Seven decades, each with twice as many values as the one below it; symmetric except for 0 and 1.
     """
-    found = [0.0, 1.0]
+    levels = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
         centers = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
-        found += [*centers.tolist(), *(-centers).tolist()]
-    return torch.tensor(sorted(found), dtype=torch.float32, device=device)
+        levels += [*centers.tolist(), *(-centers).tolist()]
+    return torch.tensor(sorted(levels), dtype=torch.float32, device=device)
 
 
 @cache

@@ -79,12 +79,12 @@ class FusedWeight(ReadOnlyWeight):
     ) -> FusedWeight:
         count, rows, columns = experts.fused[name]
         matrix = (columns, rows) if swapped else (rows, columns)
-        made: Any = make_wrapper_subclass(
+        weight: Any = make_wrapper_subclass(
             cls, matrix if index is not None else (count, *matrix), requires_grad=False,
             dtype=experts.product_dtype, device=parameters_of(experts)[name].device,
         )  # fmt: skip
-        made.experts, made.key, made.index, made.swapped = experts, name, index, swapped
-        return made
+        weight.experts, weight.key, weight.index, weight.swapped = experts, name, index, swapped
+        return weight
 
     def __init__(self, experts: QuantizedExperts, name: str, index: int | None = None, swapped: bool = False) -> None:
         super().__init__()
@@ -100,30 +100,30 @@ class FusedWeight(ReadOnlyWeight):
         """The dequantized values without adapters."""
         stack = self.experts.fused[self.key]
         if self.index is None:
-            found = self.experts.dequantize(self.key, self.dtype)
+            values = self.experts.dequantize(self.key, self.dtype)
         else:
             parts = sharded_groups.matrix_of(
                 self.experts.whole_parts(self.key), self.index, stack[1:], self.experts.scheme
             )
-            found = sharded_groups.dense(parts, stack[1:], self.experts.scheme, self.dtype)
-        return found.transpose(-2, -1) if self.swapped else found
+            values = sharded_groups.dense(parts, stack[1:], self.experts.scheme, self.dtype)
+        return values.transpose(-2, -1) if self.swapped else values
 
     def adapted(self) -> torch.Tensor:
         """The dequantized values with active adapters added."""
-        found = self.dense()
+        values = self.dense()
         for left, right, scale in self.experts.adapters.get(self.key, ()):
             delta = (left if self.index is None else left[self.index]) @ (
                 right if self.index is None else right[self.index]
             )
-            found = found + scale * (delta.transpose(-2, -1) if self.swapped else delta).to(found.dtype)
-        return found
+            values = values + scale * (delta.transpose(-2, -1) if self.swapped else delta).to(values.dtype)
+        return values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = _without_dense(func, args, kwargs)
-        if found is not NotImplemented:
-            return found
+        result = _without_dense(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         with NoTorchFunction():
             if func not in METADATA and any(
                 isinstance(t, cls) and t.experts.adapters.get(t.key) for t in tree_leaves((args, kwargs))
@@ -217,9 +217,9 @@ def product(x: torch.Tensor, weight: FusedWeight, ends: Sequence[int] | None = N
         starts = [0, *(ends or ())]
         segments = [(i, a, b) for i, (a, b) in enumerate(itertools.pairwise(starts)) if a < b]
     parts = weight.experts.parts(weight.key)
-    held = (parts["packed"], parts["absmax"], parts.get("nested"))
+    tensors = (parts["packed"], parts["absmax"], parts.get("nested"))
     stack, scheme = weight.experts.fused[weight.key], weight.experts.scheme
-    out: torch.Tensor = _Product.apply(rows, *held, segments, stack[1:], weight.swapped, scheme)
+    out: torch.Tensor = _Product.apply(rows, *tensors, segments, stack[1:], weight.swapped, scheme)
     for left, right, scale in weight.experts.adapters.get(weight.key, ()):
         if weight.swapped:
             left, right = right.transpose(1, 2), left.transpose(1, 2)
@@ -231,11 +231,11 @@ def _segmented(x: torch.Tensor, matrices: torch.Tensor, segments: Segments) -> t
     """Each expert's rows of `x` times its matrix; zeros for rows of no expert."""
     by_expert = matrices.to(x.dtype).unbind(0)
     with without_autocast(x.device):
-        found = [x[a:b] @ by_expert[i] for i, a, b in segments]
-    done = sum(len(part) for part in found)
+        products = [x[a:b] @ by_expert[i] for i, a, b in segments]
+    done = sum(len(part) for part in products)
     if done < len(x):
-        found.append(x.new_zeros(len(x) - done, matrices.shape[-1]))
-    return torch.cat(found)
+        products.append(x.new_zeros(len(x) - done, matrices.shape[-1]))
+    return torch.cat(products)
 
 
 class _Product(torch.autograd.Function):
@@ -250,14 +250,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         segments, shape, swapped, scheme = ctx.layout
-        found = _multiply(grad_out, ctx.saved_tensors, segments, shape, not swapped, scheme)
-        return found, None, None, None, None, None, None, None
+        dx = _multiply(grad_out, ctx.saved_tensors, segments, shape, not swapped, scheme)
+        return dx, None, None, None, None, None, None, None
 
 
 def _multiply(
-    x: torch.Tensor, held: Any, segments: Segments, shape: tuple[int, ...], swapped: bool, scheme: Scheme
+    x: torch.Tensor, tensors: Any, segments: Segments, shape: tuple[int, ...], swapped: bool, scheme: Scheme
 ) -> torch.Tensor:
-    parts = {name: part for name, part in zip(("packed", "absmax", "nested"), held, strict=True) if part is not None}
+    parts = {name: part for name, part in zip(("packed", "absmax", "nested"), tensors, strict=True) if part is not None}
     out = x.new_zeros(len(x), shape[0] if swapped else shape[1])
     with without_autocast(x.device):
         for i, a, b in segments:

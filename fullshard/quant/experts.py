@@ -54,11 +54,11 @@ class NF4Experts(nn.Module):
     ) -> NF4Experts:
         """Quantize weights of a module in place; weights on the meta device stay there."""
         _patch_peft()
-        made: Any = module
-        made.scheme, made.compute_dtype, made.plain = scheme, compute_dtype, type(module)
-        made.fused = {name: tuple(parameters_of(module)[name].shape) for name in names}
-        made.dtype = parameters_of(module)[names[0]].dtype
-        made.running_dtype, made.adapters = None, {}
+        experts: Any = module
+        experts.scheme, experts.compute_dtype, experts.plain = scheme, compute_dtype, type(module)
+        experts.fused = {name: tuple(parameters_of(module)[name].shape) for name in names}
+        experts.dtype = parameters_of(module)[names[0]].dtype
+        experts.running_dtype, experts.adapters = None, {}
         for name in names:
             weight: Any = parameters_of(module)[name]
             count, numel = weight.shape[0], weight[0].numel()
@@ -74,27 +74,27 @@ class NF4Experts(nn.Module):
                 parts = sharded_groups.finish_runs(runs, count, numel, scheme)
             for part, value in parts.items():
                 parameters_of(module)[parameter_name(name, part)] = nn.Parameter(value, requires_grad=False)
-        module.__class__ = _class_of(made.plain, tuple(names))
-        return made
+        module.__class__ = _class_of(experts.plain, tuple(names))
+        return experts
 
     # --- the weights --------------------------------------------------------------------------------------------------
 
     def parts(self, name: str) -> Parts:
         """The current parts of a weight: gathered while the module's unit runs, otherwise sharded."""
-        held = {part: parameters_of(self).get(parameter_name(name, part)) for part in PARTS}
-        return {part: value for part, value in held.items() if value is not None}
+        parameters = {part: parameters_of(self).get(parameter_name(name, part)) for part in PARTS}
+        return {part: value for part, value in parameters.items() if value is not None}
 
     def whole_parts(self, name: str) -> Parts:
         """The parts of a whole weight as plain tensors; raises if this rank has only its shard."""
-        found = {part: local_of(p) if is_sharded(p) else p.data for part, p in self.parts(name).items()}
+        local = {part: local_of(p) if is_sharded(p) else p.data for part, p in self.parts(name).items()}
         count, *matrix = self.fused[name]
         for part, shape in self.scheme.shapes(math.prod(matrix), count).items():
-            if tuple(found[part].shape) != shape:
+            if tuple(local[part].shape) != shape:
                 raise QuantizationError(
-                    f"this rank has only {tuple(found[part].shape)} of the {shape} {part} bytes of 4-bit experts; read "
+                    f"this rank has only {tuple(local[part].shape)} of the {shape} {part} bytes of 4-bit experts; read "
                     f"the whole weight inside `with model.summon_full_params():`"
                 )
-        return found
+        return local
 
     @property
     def product_dtype(self) -> torch.dtype:
@@ -129,14 +129,14 @@ class NF4Experts(nn.Module):
         return {name: self._read(readers[name], name, pieces[name].rows) for name in self.fused}
 
     def _read(self, reader: Any, name: str, rows: slice) -> list[GroupRun]:
-        (count, _, width), scheme, found = self.fused[name], self.scheme, []
+        (count, _, width), scheme, runs = self.fused[name], self.scheme, []
         for i, start, stop in sharded_groups.runs_of(rows, count, math.prod(self.fused[name][1:]), scheme):
             first = start // width
             values = reader[i : i + 1, first : -(-stop // width)].reshape(-1)[start - first * width :][: stop - start]
             values = values.to(device=runtime.device(), dtype=self.dtype)
-            found.append(GroupRun(i, *blocks.quantize(values, scheme.blocksize, scheme.quant_type)))
+            runs.append(GroupRun(i, *blocks.quantize(values, scheme.blocksize, scheme.quant_type)))
         empty = torch.empty(0, device=runtime.device())
-        return found or [GroupRun(0, empty.to(torch.uint8), empty)]
+        return runs or [GroupRun(0, empty.to(torch.uint8), empty)]
 
     def finish_reading(self, read: dict[str, list[GroupRun]], pieces: Any) -> None:
         """Do the steps that need all ranks, and store this rank's rows."""
@@ -150,11 +150,11 @@ class NF4Experts(nn.Module):
 
     def as_files(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Dense weights, because transformers keeps fused experts dense in 4-bit models."""
-        found = {}
+        files = {}
         for name, shape in self.fused.items():
             parts = {part: values[parameter_name(name, part)] for part in self.parts(name)}
-            found[name] = dequantize_stack(parts, shape, self.scheme, self.dtype)
-        return found
+            files[name] = dequantize_stack(parts, shape, self.scheme, self.dtype)
+        return files
 
     # --- computing ----------------------------------------------------------------------------------------------------
 

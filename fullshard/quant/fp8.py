@@ -143,16 +143,16 @@ def grad_input(
     (dh, A): A [rank, in] is one more weight of the product, which takes no pass of its own then."""
     device, dtype = grads[0].device, grads[0].dtype
     if _dequantizes(device):
-        found = sum(dy @ dequantize(w, dtype) for w, dy in zip(weights, grads, strict=True))
-        assert isinstance(found, torch.Tensor)
-        return _into(out, found if adapters is None else found.addmm_(*adapters), accumulate)
+        dx = sum(dy @ dequantize(w, dtype) for w, dy in zip(weights, grads, strict=True))
+        assert isinstance(dx, torch.Tensor)
+        return _into(out, dx if adapters is None else dx.addmm_(*adapters), accumulate)
     if adapters is not None:
         dh, a = adapters
         weights, grads = [*weights, pack(a)], [*grads, dh]
     rows = quantize_rows(grads, [w.scales.view(-1) for w in weights], MULTIPLE)
     ones = _ones(weights[0].packed.shape[1], device)
-    found = _multiply(rows, _transposed(weights).t(), ones, dtype, None if accumulate else out)
-    return _into(out, found, accumulate) if accumulate else found
+    dx = _multiply(rows, _transposed(weights).t(), ones, dtype, None if accumulate else out)
+    return _into(out, dx, accumulate) if accumulate else dx
 
 
 def _empty(rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -176,10 +176,10 @@ def _dequantizes(device: torch.device) -> bool:
     return accelerator.is_accelerator(device) and not accelerator.computes_fp8(device)
 
 
-def _into(out: torch.Tensor | None, found: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+def _into(out: torch.Tensor | None, result: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
     if out is None:
-        return found
-    return out.add_(found) if accumulate else out.copy_(found)
+        return result
+    return out.add_(result) if accumulate else out.copy_(result)
 
 
 def _transposed(weights: Sequence[Weight]) -> torch.Tensor:
@@ -190,13 +190,13 @@ def _transposed(weights: Sequence[Weight]) -> torch.Tensor:
         return torch.nn.functional.pad(joined, (0, 0, 0, -rows % MULTIPLE)).t().contiguous().view(DTYPE)
     from fullshard.quant import fp8_kernels
 
-    found = _empty(first.shape[1], _up(rows, MULTIPLE), first.device)
+    transposed = _empty(first.shape[1], _up(rows, MULTIPLE), first.device)
     start = 0
     for w in weights:
         end = start + len(w.packed)
-        fp8_kernels.transpose(w.packed, found[:, start : found.shape[1] if end == rows else end])
+        fp8_kernels.transpose(w.packed, transposed[:, start : transposed.shape[1] if end == rows else end])
         start = end
-    return found.view(DTYPE)
+    return transposed.view(DTYPE)
 
 
 def _multiply(
@@ -205,9 +205,9 @@ def _multiply(
     """`left @ right`, with `right` [k, n] column-major and `right_scales` [1, n]."""
     if not accelerator.computes_fp8(left.values.device):
         # fp8 values are exact in any wider dtype, and so are the sums up to the rounding of fp32.
-        found = left.values.float() @ right.float()
-        return _into(out, (found * left.scales * right_scales).to(dtype))
+        sums = left.values.float() @ right.float()
+        return _into(out, (sums * left.scales * right_scales).to(dtype))
     into = out if out is not None and out.dtype is torch.bfloat16 and out.is_contiguous() else None
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": True, **({} if into is None else {"out": into})}
-    found = scaled_mm(left.values, right, scale_a=left.scales, scale_b=right_scales, **options)
-    return found.to(dtype) if out is None else out if into is not None else _into(out, found)
+    sums = scaled_mm(left.values, right, scale_a=left.scales, scale_b=right_scales, **options)
+    return sums.to(dtype) if out is None else out if into is not None else _into(out, sums)

@@ -78,14 +78,14 @@ def _quantize_long_row(  # type: ignore[no-untyped-def]
     COUNT: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    found = _largest(tl.zeros([BLOCK], tl.float32), a + row * stride_a, fa, WIDE_A, FOLD, BLOCK)
+    maxima = _largest(tl.zeros([BLOCK], tl.float32), a + row * stride_a, fa, WIDE_A, FOLD, BLOCK)
     if COUNT > 1:
-        found = _largest(found, b + row * stride_b, fb, WIDE_B, FOLD, BLOCK)
+        maxima = _largest(maxima, b + row * stride_b, fb, WIDE_B, FOLD, BLOCK)
     if COUNT > 2:
-        found = _largest(found, c + row * stride_c, fc, WIDE_C, FOLD, BLOCK)
+        maxima = _largest(maxima, c + row * stride_c, fc, WIDE_C, FOLD, BLOCK)
     if COUNT > 3:
-        found = _largest(found, d + row * stride_d, fd, WIDE_D, FOLD, BLOCK)
-    largest = tl.maximum(tl.max(found, axis=0), SMALLEST)
+        maxima = _largest(maxima, d + row * stride_d, fd, WIDE_D, FOLD, BLOCK)
+    largest = tl.maximum(tl.max(maxima, axis=0), SMALLEST)
     tl.store(scales + row, tl.div_rn(largest, LARGEST))
     inverse = tl.div_rn(LARGEST, largest)
     target = values + row * values_stride
@@ -111,10 +111,10 @@ def _chunk(x, factors, start, COLUMNS: tl.constexpr, FOLD: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _largest(found, x, factors, COLUMNS: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _largest(maxima, x, factors, COLUMNS: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     for start in range(0, COLUMNS, BLOCK):
-        found = tl.maximum(found, tl.abs(_chunk(x, factors, start, COLUMNS, FOLD, BLOCK)))
-    return found
+        maxima = tl.maximum(maxima, tl.abs(_chunk(x, factors, start, COLUMNS, FOLD, BLOCK)))
+    return maxima
 
 
 @triton.jit

@@ -26,18 +26,18 @@ def fp8_product(x: torch.Tensor, weight: fp8.Weight) -> torch.Tensor:
     """`x @ weight.T` in the dtype of `x`."""
     if torch.compiler.is_compiling() or is_sharded(x):
         return linear_fp8(x, *weight)
-    found: torch.Tensor = _Linear.apply(x, *weight)
-    return found
+    out: torch.Tensor = _Linear.apply(x, *weight)
+    return out
 
 
 def _product(x: torch.Tensor, weight: fp8.Weight) -> torch.Tensor:
-    found = fp8.product(weight, fp8.prepare(x.reshape(-1, x.shape[-1])))
-    return found.view(*x.shape[:-1], found.shape[-1])
+    out = fp8.product(weight, fp8.prepare(x.reshape(-1, x.shape[-1])))
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _grad_input(grad_out: torch.Tensor, weight: fp8.Weight) -> torch.Tensor:
-    found = fp8.grad_input([weight], [grad_out.reshape(-1, grad_out.shape[-1])])
-    return found.view(*grad_out.shape[:-1], found.shape[-1])
+    dx = fp8.grad_input([weight], [grad_out.reshape(-1, grad_out.shape[-1])])
+    return dx.view(*grad_out.shape[:-1], dx.shape[-1])
 
 
 class _Linear(torch.autograd.Function):

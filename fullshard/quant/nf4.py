@@ -108,13 +108,13 @@ def dequantize_4bit(packed: torch.Tensor, state: QuantState, dtype: torch.dtype 
     """Dequantize packed values to `dtype`, by default the dtype before quantization."""
     codebooks.check(state.quant_type, state.blocksize)
     n = math.prod(state.shape)
-    held = packed.contiguous().view(-1).view(torch.uint8)
-    if held.numel() != -(-n // 2):
+    flat_bytes = packed.contiguous().view(-1).view(torch.uint8)
+    if flat_bytes.numel() != -(-n // 2):
         raise QuantizationError(
-            f"the packed values have {held.numel()} bytes; the shape {tuple(state.shape)} needs {-(-n // 2)}"
+            f"the packed values have {flat_bytes.numel()} bytes; the shape {tuple(state.shape)} needs {-(-n // 2)}"
         )
     out = torch.empty(n, dtype=state.dtype if dtype is None else dtype, device=packed.device)
-    return blocks.dequantize(held, state.scales, state.blocksize, state.quant_type, out).view(state.shape)
+    return blocks.dequantize(flat_bytes, state.scales, state.blocksize, state.quant_type, out).view(state.shape)
 
 
 def stored_as(packed: torch.Tensor, storage: torch.dtype) -> torch.Tensor:

@@ -26,8 +26,8 @@ def linear(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, qu
     """`x @ weight.T` in the dtype of `x`."""
     if torch.compiler.is_compiling() or is_sharded(x):
         return linear_4bit(x, *parts, out_features, blocksize, quant_type)
-    found: torch.Tensor = _Linear.apply(x, *parts, out_features, blocksize, quant_type)
-    return found
+    out: torch.Tensor = _Linear.apply(x, *parts, out_features, blocksize, quant_type)
+    return out
 
 
 def autocasts(device: torch.device) -> bool:
@@ -71,8 +71,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-        found = _grad_input(grad_out, ctx.saved_tensors, ctx.in_features, ctx.blocksize, ctx.quant_type)
-        return found, None, None, None, None, None, None
+        dx = _grad_input(grad_out, ctx.saved_tensors, ctx.in_features, ctx.blocksize, ctx.quant_type)
+        return dx, None, None, None, None, None, None
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
@@ -111,8 +111,8 @@ def _(gradient, packed, absmax, nested, in_features, blocksize, quant_type):  # 
 
 def _operator_backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
     packed, absmax, nested = ctx.saved_tensors
-    found = linear_4bit_gradient(grad_out, packed, absmax, nested, ctx.in_features, ctx.blocksize, ctx.quant_type)
-    return found, None, None, None, None, None, None
+    dx = linear_4bit_gradient(grad_out, packed, absmax, nested, ctx.in_features, ctx.blocksize, ctx.quant_type)
+    return dx, None, None, None, None, None, None
 
 
 linear_4bit.register_autograd(_operator_backward, setup_context=_keep)

@@ -52,23 +52,23 @@ def _computes_a_product(module: nn.Linear | Conv1D, transposed: bool) -> bool:
         for shape in ((2, 5, 3), (4, 3), (4,))
     )
     probe: Any = copy.copy(module)
-    held = bias if module.bias is not None else None
+    probe_bias = bias if module.bias is not None else None
     replace_parameters(
         probe,
         {
             "weight": nn.Parameter(weight.T.contiguous() if transposed else weight),
-            "bias": nn.Parameter(held) if held is not None else None,
+            "bias": nn.Parameter(probe_bias) if probe_bias is not None else None,
         },
     )
     probe.in_features, probe.out_features, probe.nx, probe.nf = 3, 4, 3, 4
-    expected = nn.functional.linear(x, weight, held)
+    expected = nn.functional.linear(x, weight, probe_bias)
     for probe.training in (True, False):
         try:
-            found = type(module).forward(probe, x)
+            out = type(module).forward(probe, x)
         except Exception:  # it needs something that a plain linear layer does not have
             return False
-        alike = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        if not alike or (found - expected).abs().max() > ROUNDING:
+        alike = isinstance(out, torch.Tensor) and (out.shape, out.dtype) == (expected.shape, expected.dtype)
+        if not alike or (out - expected).abs().max() > ROUNDING:
             return False
     return True
 

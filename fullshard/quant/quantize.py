@@ -47,11 +47,11 @@ def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int
         layer.stored = _stored(f"{name}.weight", stored or {})
         return layer
 
-    made = _replace(model, linears(model, chosen.skip), four_bits)
+    replaced = _replace(model, linears(model, chosen.skip), four_bits)
     experts = list(expert_modules(model, chosen.skip))
     for _, module, names in experts:
         NF4Experts.of(module, names, chosen.scheme, chosen.compute_dtype)
-    if not made and not experts:
+    if not replaced and not experts:
         raise QuantizationError(
             f"{type(model).__name__} has no weight to quantize: no fused experts, and no linear layers besides the head"
             f"{' and ' + ', '.join(chosen.skip) if chosen.skip else ''}"
@@ -73,18 +73,18 @@ def _to_fp8(model: nn.Module) -> nn.Module:
 
 def _replace(
     model: nn.Module,
-    found: Iterable[tuple[str, Any, LinearForm]],
+    layers: Iterable[tuple[str, Any, LinearForm]],
     make: Callable[[str, Any, LinearForm], QuantizedLinear],
 ) -> int:
     """Put quantized layers in the place of linear ones; returns their number."""
-    made: dict[nn.Module, QuantizedLinear] = {}
-    for name, linear, form in list(found):
-        if linear not in made:
-            made[linear] = make(name, linear, form)
-            if made[linear].bias is not None:
-                made[linear].bias.requires_grad_(False)
-        model.set_submodule(name, made[linear])
-    return len(made)
+    replaced: dict[nn.Module, QuantizedLinear] = {}
+    for name, linear, form in list(layers):
+        if linear not in replaced:
+            replaced[linear] = make(name, linear, form)
+            if replaced[linear].bias is not None:
+                replaced[linear].bias.requires_grad_(False)
+        model.set_submodule(name, replaced[linear])
+    return len(replaced)
 
 
 def _stored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:

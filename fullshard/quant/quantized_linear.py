@@ -174,11 +174,11 @@ class QuantizedWeight(ReadOnlyWeight):
     @staticmethod
     def __new__(cls, layer: QuantizedLinear) -> QuantizedWeight:
         device = next(iter(layer.parts.values())).device
-        made: Any = make_wrapper_subclass(
+        weight: Any = make_wrapper_subclass(
             cls, layer.shape, dtype=layer.compute_dtype or layer.dtype, device=device, requires_grad=False
         )
-        made._layer, made.FORMAT = layer, layer.FORMAT
-        return made
+        weight._layer, weight.FORMAT = layer, layer.FORMAT
+        return weight
 
     def __init__(self, layer: QuantizedLinear) -> None:
         super().__init__()
@@ -193,8 +193,8 @@ class QuantizedWeight(ReadOnlyWeight):
             return cls(args[0]._layer)
         named = zip(schema_of(func).arguments, args, strict=False)
         written = (v for a, v in named if a.alias_info is not None and a.alias_info.is_write and isinstance(v, cls))
-        if (found := next(written, None)) is not None:
-            raise read_only_error(found.FORMAT)
+        if (target := next(written, None)) is not None:
+            raise read_only_error(target.FORMAT)
         dense = tree_map(lambda t: t._layer.dequantize(t.dtype) if isinstance(t, cls) else t, (args, kwargs))
         return func(*dense[0], **dense[1])
 

@@ -198,13 +198,13 @@ def from_state(packed: torch.Tensor, state: QuantState) -> tuple[Parts, Scheme]:
     """Convert a weight from bitsandbytes' form to groups."""
     scheme = Scheme(state.quant_type, state.blocksize, state.nested is not None, packed.dtype)
     n = math.prod(state.shape)
-    held = packed.contiguous().view(-1).view(torch.uint8)
-    if held.numel() != -(-n // 2) or state.absmax.numel() != -(-n // state.blocksize):
+    flat_bytes = packed.contiguous().view(-1).view(torch.uint8)
+    if flat_bytes.numel() != -(-n // 2) or state.absmax.numel() != -(-n // state.blocksize):
         raise QuantizationError(
             f"a 4-bit weight of shape {tuple(state.shape)} in blocks of {state.blocksize} needs {-(-n // 2)} bytes and "
-            f"{-(-n // state.blocksize)} scales; got {held.numel()} and {state.absmax.numel()}"
+            f"{-(-n // state.blocksize)} scales; got {flat_bytes.numel()} and {state.absmax.numel()}"
         )
-    parts = {"packed": rows_of(held, scheme.group // 2)}
+    parts = {"packed": rows_of(flat_bytes, scheme.group // 2)}
     if state.nested is None:
         return parts | {"absmax": rows_of(state.absmax.float().contiguous(), NESTED_BLOCK).view(torch.uint8)}, scheme
     inner, known = state.nested, codebooks.nested_values(state.nested.code.device)
@@ -277,8 +277,10 @@ class GroupLoader:
 
         def part(name: str, per_group: int, total: int) -> torch.Tensor:
             reader, start, stop = readers[name], *(min(row * per_group, total) for row in (rows.start, rows.stop))
-            held = reader.flat(start // reader.dtype.itemsize, stop // reader.dtype.itemsize) if start < stop else None
-            return rows_of(torch.empty(0, dtype=torch.uint8) if held is None else held.view(torch.uint8), per_group)
+            stored = (
+                reader.flat(start // reader.dtype.itemsize, stop // reader.dtype.itemsize) if start < stop else None
+            )
+            return rows_of(torch.empty(0, dtype=torch.uint8) if stored is None else stored.view(torch.uint8), per_group)
 
         count = -(-self.numel // scheme.blocksize)
         scale_bytes = 1 if scheme.double else 4
@@ -298,12 +300,12 @@ class GroupLoader:
     def _check(self, metadata: Mapping[str, Any]) -> None:
         """Raise `QuantizationError` if the stored weight is quantized differently from the layer."""
         scheme = self.scheme
-        found = (
+        stored = (
             tuple(metadata["shape"]), metadata["quant_type"], metadata["blocksize"], "nested_offset" in metadata,
         )  # fmt: skip
-        if found != (self.shape, scheme.quant_type, scheme.blocksize, scheme.double):
+        if stored != (self.shape, scheme.quant_type, scheme.blocksize, scheme.double):
             raise QuantizationError(
-                f"the files contain a 4-bit weight of shape {found[0]}, {found[1]}, blocks of {found[2]}, "
-                f"{'double' if found[3] else 'single'} quantization; the layer expects {self.shape}, {scheme}. Load it "
-                f"with the configuration it was quantized with"
+                f"the files contain a 4-bit weight of shape {stored[0]}, {stored[1]}, blocks of {stored[2]}, "
+                f"{'double' if stored[3] else 'single'} quantization; the layer expects {self.shape}, {scheme}. Load "
+                f"it with the configuration it was quantized with"
             )

@@ -55,7 +55,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     inside = word * 8 < n
-    held = tl.load(packed.to(tl.pointer_type(tl.int32)) + word, mask=inside, other=0)
+    words = tl.load(packed.to(tl.pointer_type(tl.int32)) + word, mask=inside, other=0)
     block = word // WORDS_PER_BLOCK
     if DOUBLE:
         pair = nested.to(tl.pointer_type(tl.float32)) + 2 * (block // NESTED_BLOCK)
@@ -66,7 +66,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     else:
         scale = tl.load(absmax.to(tl.pointer_type(tl.float32)) + block, mask=inside, other=0)
     lane = tl.arange(0, 8)
-    code4 = (held[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15  # the first weight of a byte is in its high four bits
+    code4 = (words[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15  # the first weight of a byte is in its high four bits
     weights = tl.load(values + code4) * scale[:, None]
     at = word[:, None] * 8 + lane[None, :]
     tl.store(out + at, weights.to(out.dtype.element_ty), mask=at < n)

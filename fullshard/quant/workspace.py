@@ -23,24 +23,24 @@ class _Buffer:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.held: torch.Tensor | None = None
+        self.memory: torch.Tensor | None = None
 
     def bytes(self, size: int, device: torch.device) -> torch.Tensor:
-        if self.held is None or self.held.numel() < size:
-            self.held = None  # freed first: the larger one may take its place
+        if self.memory is None or self.memory.numel() < size:
+            self.memory = None  # freed first: the larger one may take its place
             with torch.inference_mode(False):  # it outlives the pass that allocates it
-                self.held = torch.empty(size, dtype=torch.uint8, device=device)
-        return self.held[:size]
+                self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return self.memory[:size]
 
 
 def held(device: torch.device) -> torch.Tensor | None:
     """The buffer of a device without streams."""
-    return _buffer(device, 0).held
+    return _buffer(device, 0).memory
 
 
 def release(device: torch.device) -> None:
     """Free the buffer of a device without streams."""
-    _buffer(device, 0).held = None
+    _buffer(device, 0).memory = None
 
 
 @functools.cache

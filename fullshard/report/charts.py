@@ -208,11 +208,11 @@ def _medians(points: Sequence[tuple[float, float | None]], kept: Sequence[int]) 
     """For each kept point the median of the values around it: lowest and highest values, which are what is kept of
     noise, would say little about what is between them."""
     near = 3 * len(points) // (2 * DRAWN)
-    found: list[float | None] = []
+    medians: list[float | None] = []
     for i in kept:
         around = [y for _, y in points[max(0, i - near) : i + near + 1] if y is not None]
-        found.append(statistics.median(around) if points[i][1] is not None else None)
-    return found
+        medians.append(statistics.median(around) if points[i][1] is not None else None)
+    return medians
 
 
 def _line_notes(series: Sequence[Series]) -> Iterator[str]:

@@ -80,12 +80,13 @@ def run_folder(name: str) -> Path:
         if _is_run(folder) or owner_of(folder) is not None:
             return folder
         inner = sorted(str(one) for one in folder.iterdir() if one.is_dir() and _is_run(one))
-        found = held(folder)
+        entries = held(folder)
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}.") from None
     runs = f" It contains runs: {', '.join(inner[:NAMED])}{', …' if len(inner) > NAMED else ''}." if inner else ""
     raise ConfigError(
-        f"{name} is not the output_dir of a run: it has neither {METRICS_FILE} nor {SETTINGS_FILE}, but {found}.{runs}"
+        f"{name} is not the output_dir of a run: it has neither {METRICS_FILE} nor {SETTINGS_FILE}, but "
+        f"{entries}.{runs}"
     )
 
 

@@ -43,13 +43,13 @@ def comparison(runs: Sequence[RunRecord]) -> Contents:
 def numbers(run: RunRecord) -> dict[str, Any]:
     """The results of a run as numbers."""
     seconds, evaluations = training_seconds(run)[-1][1], run.series("eval_loss")
-    found = [value for _, value in evaluations if value is not None]
+    losses = [value for _, value in evaluations if value is not None]
     return {
         "folder": str(run.folder), "name": run.name, "state": state_of(run).value,
         "steps": last_step(run), "total_steps": total_steps(run), "tokens": run.last("num_tokens"),
         "training_seconds": seconds or None, "loss": run.last("loss"), "train_loss": run.last("train_loss"),
         "mean_token_accuracy": run.last("mean_token_accuracy"), "eval_loss": run.last("eval_loss"),
-        "best_eval_loss": min(found, default=None), "eval_mean_token_accuracy": run.last("eval_mean_token_accuracy"),
+        "best_eval_loss": min(losses, default=None), "eval_mean_token_accuracy": run.last("eval_mean_token_accuracy"),
         "tokens_per_second": run.speed, "memory_gib": run.last("memory_gib"),
         "missing": list(run.missing),
     }  # fmt: skip
@@ -83,8 +83,8 @@ def _loss_over(
 
 
 def _tokens(run: RunRecord) -> list[tuple[float, float]]:
-    found = [(one["step"], one["num_tokens"]) for one in run.metrics if is_number(one.get("num_tokens"))]
-    return [(0.0, 0.0), *found]
+    points = [(one["step"], one["num_tokens"]) for one in run.metrics if is_number(one.get("num_tokens"))]
+    return [(0.0, 0.0), *points]
 
 
 def position(points: Sequence[tuple[float, float]], size: float = 1.0) -> Callable[[float], float]:
@@ -105,28 +105,28 @@ def position(points: Sequence[tuple[float, float]], size: float = 1.0) -> Callab
 
 
 def _results(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    found = [{**summary_of(run), "Status": state_of(run).value} for run in runs]
-    rows = [[title, *("" if one[title] is None else one[title] for one in found)] for title in found[0]]
+    summaries = [{**summary_of(run), "Status": state_of(run).value} for run in runs]
+    rows = [[title, *("" if one[title] is None else one[title] for one in summaries)] for title in summaries[0]]
     return table(("", *names), [row for row in rows if any(row[1:])], "Results")
 
 
 def different_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """The settings with different values, in the runs that have recorded them; `ABSENT` in the others."""
-    found = {}
+    differing = {}
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         values = [run.settings.get(name, ABSENT) for run in runs]
         if len({json.dumps(value, sort_keys=True, default=str) for value in values if value is not ABSENT}) > 1:
-            found[name] = values
-    return found
+            differing[name] = values
+    return differing
 
 
 def _settings(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    found = different_settings(runs)
+    differing = different_settings(runs)
     around = {**_differences([run.about.get("versions") for run in runs]), **_differences([{
         "ranks": run.about.get("ranks"), "hardware": run.about.get("hardware"), **_flat(run.about.get("engine")),
     } for run in runs])}  # fmt: skip
-    training = {name: values for name, values in found.items() if name not in HARMLESS}
-    rest = {name: values for name, values in found.items() if name in HARMLESS}
+    training = {name: values for name, values in differing.items() if name not in HARMLESS}
+    rest = {name: values for name, values in differing.items() if name in HARMLESS}
     header = ("setting", *names)
     parts = [table(header, _rows(training), "Settings that differ") if training else ""]
     if not training:
@@ -144,15 +144,15 @@ def _flat(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, dict) else {}
 
 
-def _differences(found: Sequence[Any]) -> dict[str, list[Any]]:
-    facts = [_flat(one) for one in found]
+def _differences(values: Sequence[Any]) -> dict[str, list[Any]]:
+    facts = [_flat(one) for one in values]
     names = dict.fromkeys(name for one in facts for name in one)
     rows = {name: [one.get(name, ABSENT) for one in facts] for name in names}
     return {name: row for name, row in rows.items() if len({str(value) for value in row if value is not ABSENT}) > 1}
 
 
-def _rows(found: Mapping[str, Sequence[Any]]) -> list[list[Any]]:
-    return [[name, *("–" if value is ABSENT else value for value in values)] for name, values in found.items()]
+def _rows(by_name: Mapping[str, Sequence[Any]]) -> list[list[Any]]:
+    return [[name, *("–" if value is ABSENT else value for value in values)] for name, values in by_name.items()]
 
 
 def _answers(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:

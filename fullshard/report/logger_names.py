@@ -23,8 +23,8 @@ KNOWN = {
 def asked_for(report_to: str) -> list[str]:
     """The loggers that `report_to` names, and those that auto and all stand for: what is installed."""
     names = as_list(report_to)
-    wanted = {"auto": OWN[:1], "all": tuple(name for name in KNOWN if _is_usable(name))}
-    implied = [name for word in names for name in wanted.get(word, ()) if not _missing(KNOWN[name])]
+    groups = {"auto": OWN[:1], "all": tuple(name for name in KNOWN if _is_usable(name))}
+    implied = [name for word in names for name in groups.get(word, ()) if not _missing(KNOWN[name])]
     return [name for name in KNOWN if name in (*names, *implied)]
 
 

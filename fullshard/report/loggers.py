@@ -67,14 +67,14 @@ def opener(
     names = asked_for(report_to)
 
     def open_all(folder: Path, step: int) -> list[MetricLogger]:
-        found: list[MetricLogger] = []
+        loggers: list[MetricLogger] = []
         for name, logger in LOGGERS.items():
             if name not in names:
                 continue
             run = Run(folder, step, settings, run_name or folder.resolve().name, events)
             opened = attempt(f"report_to {name}", functools.partial(logger, run))
-            found += [opened] if opened is not None else []
-        return found
+            loggers += [opened] if opened is not None else []
+        return loggers
 
     return open_all
 

@@ -198,8 +198,8 @@ def body(contents: Contents) -> str:
 
 
 def _id_of(text: str) -> str:
-    found = re.match(r'<section id="([^"]+)"', text)
-    return found[1] if found else "main"
+    match = re.match(r'<section id="([^"]+)"', text)
+    return match[1] if match else "main"
 
 
 def _policy(scripts: Sequence[str], connects: bool) -> str:

@@ -45,8 +45,8 @@ def escape(text: object) -> str:
 def element(tag: str, *inside: str, **attributes: object) -> str:
     """An element around parts that are markup already. `class_` and `data_bytes` become `class` and `data-bytes`;
     attributes that are None are left out."""
-    given = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
-    words = "".join(f' {name}="{escape(_number(value))}"' for name, value in given.items())
+    named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
+    words = "".join(f' {name}="{escape(_number(value))}"' for name, value in named.items())
     return f"<{tag}{words}>{''.join(inside)}</{tag}>" if inside else f"<{tag}{words}/>"
 
 
@@ -321,15 +321,15 @@ def _parameter(view: PlanView, unit: UnitRow, row: ParameterRow, frame: Frame, y
 def _cell(row: ParameterRow, column: Column, cell: Cell, x: float, y: float, width: float) -> str:
     p = row.plan
     full = len(column.ranks) * row.shard_bytes
-    held = width * cell.bytes / full if full else 0.0
+    own_width = width * cell.bytes / full if full else 0.0
     facts = {
         "data_ranks": numbers_text(column.ranks), "data_bytes": cell.bytes, "data_least": cell.least,
         "data_most": cell.most, "data_padding": cell.padding,
     }  # fmt: skip
-    drawn = [rect(x, y, held, 21, "held", **facts)]
+    drawn = [rect(x, y, own_width, 21, "held", **facts)]
     if cell.padding:
-        drawn.append(rect(x + held, y, width - held, 21, "piece"))
+        drawn.append(rect(x + own_width, y, width - own_width, 21, "piece"))
     words = slice_text(cell, p)
-    if len(words) * 6.8 < (width if held > width / 2 else 0):
-        drawn.append(text(x + held / 2, y + 14.5, words, "in", "middle"))
+    if len(words) * 6.8 < (width if own_width > width / 2 else 0):
+        drawn.append(text(x + own_width / 2, y + 14.5, words, "in", "middle"))
     return "".join(drawn)

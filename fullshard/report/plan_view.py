@@ -110,11 +110,11 @@ class PlanView:
     @cached_property
     def position_bytes(self) -> np.ndarray:
         """What one rank at each shard position holds of all rows together."""
-        held = np.zeros(self.grid.positions, dtype=np.int64)
+        totals = np.zeros(self.grid.positions, dtype=np.int64)
         for unit in self.units:
             for row in unit.parameters:
-                held += unit.count * row.count * row.held(self.grid)
-        return held
+                totals += unit.count * row.count * row.held(self.grid)
+        return totals
 
     def most_in(self, column: Column) -> int:
         """The bytes of the rank that holds the most in a column."""
@@ -128,8 +128,8 @@ def view_plan(
     names and patterns such as `model.layers.0,*.3`, which are not folded."""
     grid = RankGrid(plan, ranks_per_node)
     columns = grid.columns(None if ranks is None else chosen_ranks(ranks, grid.world))
-    found = plan.units if units in (None, "all") else chosen_units(str(units), plan.units)
-    groups = [[unit] for unit in found] if units is not None else _alike(found)
+    selected = plan.units if units in (None, "all") else chosen_units(str(units), plan.units)
+    groups = [[unit] for unit in selected] if units is not None else _alike(selected)
     rows = tuple(_unit_row(group, grid, columns) for group in groups)
     return PlanView(plan, grid, columns, rows, chosen=ranks is not None)
 
@@ -138,7 +138,7 @@ def chosen_ranks(text: str, world: int) -> list[int]:
     """The ranks in a list such as `0-7,12`, or `all`."""
     if text == "all":
         return list(range(world))
-    found: list[int] = []
+    ranks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*[-–]\s*(\d+))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
@@ -147,8 +147,8 @@ def chosen_ranks(text: str, world: int) -> list[int]:
                 f"--ranks {text}: {part.strip()!r} is not a rank or a range of ranks from 0 to {world - 1}; expected "
                 f"all, or a list such as 0-7,12."
             )
-        found += range(first, last + 1)
-    return list(dict.fromkeys(found))
+        ranks += range(first, last + 1)
+    return list(dict.fromkeys(ranks))
 
 
 def chosen_units(text: str, units: Sequence[UnitPlan]) -> list[UnitPlan]:

@@ -65,17 +65,17 @@ def other_charts(runs: Sequence[RunRecord]) -> list[Chart]:
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
     """A name for each run, all of them different: with as much of its path as tells it apart."""
-    found = [run.name for run in runs]
+    names = [run.name for run in runs]
     for parts in range(1, max((len(run.folder.parts) for run in runs), default=0) + 1):
-        counts = Counter(found)
+        counts = Counter(names)
         if max(counts.values()) == 1:
             break
         paths = ["/".join(run.folder.parts[-parts:]) for run in runs]
         shown = [
             path if path.endswith(run.name) else f"{run.name} ({path})" for path, run in zip(paths, runs, strict=True)
         ]
-        found = [new if counts[name] > 1 else name for name, new in zip(found, shown, strict=True)]
-    return found
+        names = [new if counts[name] > 1 else name for name, new in zip(names, shown, strict=True)]
+    return names
 
 
 def curve_chart(
@@ -135,9 +135,9 @@ def memory_charts(run: RunRecord) -> list[Chart]:
     planned = (run.plan or {}).get("memory")
     planned = planned if isinstance(planned, dict) else {}
     measured = run.measured or {}
-    found = "measured, without activations" if measured.get("counted") is True else "measured"
-    timelines = {"planned": _planned_timeline(planned), found: _measured_timeline(measured)}
-    highest = max((held for timeline in timelines.values() for _, _, held in timeline), default=0.0)
+    measured_label = "measured, without activations" if measured.get("counted") is True else "measured"
+    timelines = {"planned": _planned_timeline(planned), measured_label: _measured_timeline(measured)}
+    highest = max((used for timeline in timelines.values() for _, _, used in timeline), default=0.0)
     size, unit = byte_unit(highest)
     lines = [
         Series(name, _placed(line, size), name == "planned", color, [label for _, label, _ in line])
@@ -176,13 +176,13 @@ Timeline = list[tuple[str, str, float]]
 
 
 def _planned_timeline(memory: Record) -> Timeline:
-    timeline, found = memory.get("timeline"), []
+    timeline, points = memory.get("timeline"), []
     for entry in timeline if isinstance(timeline, list) else []:
         if isinstance(entry, list) and len(entry) == 2 and is_number(entry[1]):
             label = str(entry[0])
             moment = moment_of(label)
-            found += [(moment, label, float(entry[1]))] if moment else []
-    return found
+            points += [(moment, label, float(entry[1]))] if moment else []
+    return points
 
 
 def moment_of(label: str) -> str | None:
@@ -196,14 +196,14 @@ def _measured_rows(measured: Record) -> list[tuple[str, str, dict[str, float]]]:
     columns = timeline if isinstance(timeline, dict) else {}
     moments, *names = ([] if not isinstance(columns.get(name), list) else columns[name] for name in TEXTS)
     parts = {name: column for name, column in columns.items() if name in PARTS and isinstance(column, list)}
-    found = []
+    rows = []
     for i, moment in enumerate(moments):
         unit, operation = (str(column[i]) if i < len(column) else "" for column in names)
         if moment in MOMENTS:
             row = {name: column[i] for name, column in parts.items() if i < len(column) and is_number(column[i])}
             label = moment if operation in ("", moment) else f"{moment}: {operation}"
-            found.append((str(moment), f"{label} {unit or ROOT}".strip(), row))
-    return found
+            rows.append((str(moment), f"{label} {unit or ROOT}".strip(), row))
+    return rows
 
 
 def _measured_timeline(measured: Record) -> Timeline:
@@ -215,8 +215,8 @@ def _placed(timeline: Timeline, size: float) -> list[tuple[float, float | None]]
     counts = Counter(moment for moment, _, _ in timeline)
     seen: Counter[str] = Counter()
     points: list[tuple[float, float | None]] = []
-    for moment, _, held in timeline:
-        points.append((MOMENTS.index(moment) + (seen[moment] + 0.5) / counts[moment], held / size))
+    for moment, _, used in timeline:
+        points.append((MOMENTS.index(moment) + (seen[moment] + 0.5) / counts[moment], used / size))
         seen[moment] += 1
     return points
 
@@ -241,13 +241,13 @@ def _measured_parts(measured: Record) -> dict[str, Mapping[str, float]]:
 
 def _part_bars(planned: Mapping[str, Any], measured: Mapping[str, Any], size: float) -> list[Bar]:
     def scaled(parts: Mapping[str, float]) -> dict[str, float]:
-        return {name: held / size for name, held in parts.items() if held}
+        return {name: used / size for name, used in parts.items() if used}
 
     bars = []
     for moment in ("load", *MOMENTS, "evaluation", "save"):
-        for what, found in (("planned", planned), ("measured", measured)):
-            if moment in found:
-                bars.append(Bar(f"{moment}, {what}", scaled(found[moment])))
+        for what, parts_by_moment in (("planned", planned), ("measured", measured)):
+            if moment in parts_by_moment:
+                bars.append(Bar(f"{moment}, {what}", scaled(parts_by_moment[moment])))
     return bars
 
 
@@ -275,17 +275,19 @@ def communication_chart(run: RunRecord) -> Chart | None:
 
 
 def _planned_traffic(run: RunRecord) -> Record:
-    found = (run.plan or {}).get("traffic")
-    return found if isinstance(found, dict) else {}
+    traffic = (run.plan or {}).get("traffic")
+    return traffic if isinstance(traffic, dict) else {}
 
 
 def unit_traffic(run: RunRecord) -> dict[str, dict[str, float]]:
     """By unit, the bytes that the first rank sent to gather parameters and to reduce gradients in the measured step."""
     units = (run.measured or {}).get("units")
-    found = {str(name): one for name, one in units.items() if isinstance(one, dict)} if isinstance(units, dict) else {}
+    by_unit = (
+        {str(name): one for name, one in units.items() if isinstance(one, dict)} if isinstance(units, dict) else {}
+    )
     return {
         name or ROOT: {part: float(counts[key]) for part, key in SENT.items() if is_number(counts.get(key))}
-        for name, counts in found.items()
+        for name, counts in by_unit.items()
     }
 
 

@@ -91,8 +91,8 @@ class RunRecord:
 
     def series(self, name: str) -> list[tuple[float, float | None]]:
         """(step, value) of a metric; the value is None where it is not finite."""
-        found = ((record["step"], record[name]) for record in self.metrics if name in record)
-        return [(step, finite(value)) for step, value in found if value is None or is_number(value)]
+        values = ((record["step"], record[name]) for record in self.metrics if name in record)
+        return [(step, finite(value)) for step, value in values if value is None or is_number(value)]
 
     def matching(self, pattern: str) -> list[str]:
         """The metrics whose names match a regular expression."""
@@ -168,18 +168,18 @@ class RunReader:
 def _object(path: Path, missing: list[str] | None = None) -> Record | None:
     """The JSON object in a file; None if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        parsed = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         if missing is not None:
             missing.append(f"{path.name} is not there.")
         return None
     except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         if missing is not None:
             missing.append(f"{path.name} cannot be read.")
         return None
-    return found
+    return parsed
 
 
 class LineReader:

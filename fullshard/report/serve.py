@@ -205,10 +205,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _has_token(self) -> bool:
         try:
-            given = parse_qs(urlsplit(self.path).query).get("token", [""])[0]
+            token = parse_qs(urlsplit(self.path).query).get("token", [""])[0]
         except ValueError:
             return False
-        return secrets.compare_digest(given.encode(errors="replace"), self.server.token.encode())
+        return secrets.compare_digest(token.encode(errors="replace"), self.server.token.encode())
 
     def _answer(self, content: Content) -> None:
         self.connection.settimeout(ANSWER_SECONDS)
@@ -354,8 +354,8 @@ class LivePage:
         if self._known == known or (same and began < self._due):
             return
         runs = [run.read() for run in self._runs]
-        found = contents(runs[0]) if len(runs) == 1 else comparison(runs)
-        self._contents = replace(found, lead=found.lead + lead(runs, self.over))
+        page = contents(runs[0]) if len(runs) == 1 else comparison(runs)
+        self._contents = replace(page, lead=page.lead + lead(runs, self.over))
         self._update = Content("text/html", body(self._contents))
         self._known = known
         now = time.monotonic()

@@ -49,8 +49,8 @@ class StepMemory:
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts that need memory in some moment."""
-        found = {part for own in self.moments.values() for part, size in own.items() if size}
-        return (*(part for part in PARTS if part in found), *sorted(found - {*PARTS}))
+        names = {part for own in self.moments.values() for part, size in own.items() if size}
+        return (*(part for part in PARTS if part in names), *sorted(names - {*PARTS}))
 
     @property
     def bars(self) -> dict[str, dict[str, int]]:

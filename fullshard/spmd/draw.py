@@ -94,33 +94,33 @@ def parse_sharding(sharding: str) -> ShardGrid:
     if body == "replicated":
         devices = list(range(runtime.global_runtime_device_count()))
         return ShardGrid((), {(): devices})
-    if found := re.fullmatch(r"maximal device=(\d+)", body):
-        return ShardGrid((), {(): [int(found[1])]})
-    found = re.fullmatch(
+    if match := re.fullmatch(r"maximal device=(\d+)", body):
+        return ShardGrid((), {(): [int(match[1])]})
+    match = re.fullmatch(
         r"devices=\[([\d,]+)\](<=\[([\d,]+)\](?:T\(([\d,]+)\))?|[\d,]+)(\s+last_tile_dim_replicate)?", body
     )
-    if found is None:
+    if match is None:
         raise SpecError(
             f"{sharding!r} is not a sharding in XLA's notation; expected '{{replicated}}', '{{maximal device=0}}', "
             f"'{{devices=[2,2]0,1,2,3}}', '{{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}}', '{{devices=[4]<=[4]}}'"
         )
-    counts = _numbers(found[1])
-    if found[3]:
-        dims = _numbers(found[3])
+    counts = _numbers(match[1])
+    if match[3]:
+        dims = _numbers(match[3])
         ids = np.arange(math.prod(dims)).reshape(dims)
-        if found[4]:
-            order = _numbers(found[4])
+        if match[4]:
+            order = _numbers(match[4])
             if sorted(order) != list(range(len(dims))):
                 raise SpecError(
-                    f"{sharding!r}: T({found[4]}) is not a permutation of the {len(dims)} dims in <=[{found[3]}]"
+                    f"{sharding!r}: T({match[4]}) is not a permutation of the {len(dims)} dims in <=[{match[3]}]"
                 )
             ids = ids.transpose(order)
         devices = ids.reshape(-1).tolist()
     else:
-        devices = _numbers(found[2])
+        devices = _numbers(match[2])
     if math.prod(counts) != len(devices):
         raise SpecError(f"{sharding!r}: a tile grid of {counts} needs {math.prod(counts)} devices, got {len(devices)}")
-    if found[5]:
+    if match[5]:
         copies, counts = counts[-1], counts[:-1]
     else:
         copies = 1

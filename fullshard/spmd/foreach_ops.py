@@ -52,24 +52,26 @@ def run(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
 
 
 def unscale(op: Any, args: Any, kwargs: Any) -> None:
-    """Divide gradients by the loss scale; set `found` on every rank if any element on any rank is not finite."""
-    gradients, found, inverse = args
-    not_finite = torch.zeros_like(_full(found))
+    """Divide gradients by the loss scale; set `found_inf` on every rank if any element on any rank is not finite."""
+    gradients, found_inf, inverse = args
+    not_finite = torch.zeros_like(_full(found_inf))
     _on_shards(op, (gradients, not_finite, inverse), kwargs, gradients)
     for mesh in {t.device_mesh: None for t in gradients if is_sharded(t)}:
         partial = DTensorSpec(mesh, (Partial("max"),) * mesh.ndim, tensor_meta=meta_of(not_finite))
         not_finite = redistribute(not_finite, partial, spec_with(partial, mesh, replicated(mesh)))
-    found.copy_(torch.maximum(_full(found), not_finite))
+    found_inf.copy_(torch.maximum(_full(found_inf), not_finite))
 
 
 def fused_update(op: Any, args: Any, kwargs: Any) -> None:
     """A fused optimizer's update. Parameters, gradients and state nearly always have the same layout, position by
     position: then it is an update of the shards, without torch's work for each tensor."""
-    lists = [given for given in args if given and given[0].ndim]  # but for the steps, and state that there is none of
+    lists = [
+        tensors for tensors in args if tensors and tensors[0].ndim
+    ]  # but for the steps, and state that there is none of
     if all(_is_aligned(position) for position in zip(*lists, strict=True)):
-        op(*([local_of(t) if is_sharded(t) else t for t in given] for given in args), **kwargs)
+        op(*([local_of(t) if is_sharded(t) else t for t in tensors] for tensors in args), **kwargs)
     else:
-        _on_shards(op, args, kwargs, [t for given in lists for t in given])
+        _on_shards(op, args, kwargs, [t for tensors in lists for t in tensors])
 
 
 def _is_aligned(position: tuple[torch.Tensor, ...]) -> bool:
@@ -86,8 +88,8 @@ def _is_aligned(position: tuple[torch.Tensor, ...]) -> bool:
 def _on_shards(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
     lists, writes = _lists((args, kwargs)), {id(t) for t in written}
     targets = [_target(position, writes) for position in _positions((args, kwargs))]
-    shards = [[_shard(t, where) for t, where in zip(given, targets, strict=True)] for given in lists]
-    local = {id(given): own for given, own in zip(lists, shards, strict=True)}
+    shards = [[_shard(t, where) for t, where in zip(tensors, targets, strict=True)] for tensors in lists]
+    local = {id(tensors): own for tensors, own in zip(lists, shards, strict=True)}
 
     def ready(value: Any) -> Any:
         if isinstance(value, list):
@@ -96,8 +98,8 @@ def _on_shards(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> 
 
     args, kwargs = tree_map(ready, (args, kwargs), is_leaf=lambda x: isinstance(x, list))
     results = op(*args, **kwargs)
-    for given, own in zip(lists, shards, strict=True):
-        for t, shard, where in zip(given, own, targets, strict=True):
+    for tensors, own in zip(lists, shards, strict=True):
+        for t, shard, where in zip(tensors, own, targets, strict=True):
             if id(t) in writes:
                 _write_back(t, shard, where)
     return [_sharded(t, where) for t, where in zip(results, targets, strict=True)] if results else results
@@ -149,8 +151,8 @@ def _full(t: torch.Tensor) -> torch.Tensor:
 
 
 def _lists(tree: Any) -> list[list[Any]]:
-    found = tree_leaves(tree, is_leaf=lambda x: isinstance(x, list))
-    return [given for given in found if isinstance(given, list) and given and isinstance(given[0], torch.Tensor)]
+    leaves = tree_leaves(tree, is_leaf=lambda x: isinstance(x, list))
+    return [leaf for leaf in leaves if isinstance(leaf, list) and leaf and isinstance(leaf[0], torch.Tensor)]
 
 
 def _positions(tree: Any) -> list[list[torch.Tensor]]:

@@ -73,8 +73,8 @@ class Mesh:
     def coordinate(self, device_id: int) -> tuple[int, ...] | None:
         """The position of a device in the mesh; None for a device that is not in it."""
         if device_id not in self._coordinates:
-            found = np.argwhere(self.get_logical_mesh() == device_id)
-            self._coordinates[device_id] = tuple(int(i) for i in found[0]) if len(found) else None
+            positions = np.argwhere(self.get_logical_mesh() == device_id)
+            self._coordinates[device_id] = tuple(int(i) for i in positions[0]) if len(positions) else None
         return self._coordinates[device_id]
 
     def line(self, axis: int, coordinate: tuple[int, ...]) -> list[int]:
@@ -254,25 +254,25 @@ def _check_ids(device_ids: Sequence[int] | np.ndarray, shape: tuple[int, ...]) -
     ids = np.asarray(device_ids).reshape(-1)
     if not np.issubdtype(ids.dtype, np.integer):
         raise MeshError(f"device_ids must be integers (ranks) such as np.arange(4), not {device_ids!r}")
-    given = ids.tolist()
-    if len(given) != math.prod(shape):
+    id_list = ids.tolist()
+    if len(id_list) != math.prod(shape):
         raise MeshError(
-            f"{len(given)} device ids {given} do not fit a mesh of shape {shape}, which has {math.prod(shape)} "
+            f"{len(id_list)} device ids {id_list} do not fit a mesh of shape {shape}, which has {math.prod(shape)} "
             f"positions; the product of mesh_shape must equal the number of ids"
         )
-    if len(set(given)) != len(given):
-        twice = sorted({i for i in given if given.count(i) > 1})
-        raise MeshError(f"device ids {given} contain {twice} more than once; each device can have one position only")
+    if len(set(id_list)) != len(id_list):
+        twice = sorted({i for i in id_list if id_list.count(i) > 1})
+        raise MeshError(f"device ids {id_list} contain {twice} more than once; each device can have one position only")
     return ids.astype(np.int64)
 
 
-def _check_present(given: list[int]) -> None:
+def _check_present(device_ids: list[int]) -> None:
     count = runtime.global_runtime_device_count()
-    outside = [i for i in given if not 0 <= i < count]
+    outside = [i for i in device_ids if not 0 <= i < count]
     if outside:
         raise MeshError(
             f"device ids {outside} are out of range: this job has {count} device(s), numbered 0 to {count - 1}; "
-            f"{runtime.more_devices(max(given) + 1)} or use ids of existing devices"
+            f"{runtime.more_devices(max(device_ids) + 1)} or use ids of existing devices"
         )
 
 

@@ -158,8 +158,8 @@ def _write_to_plain(op: Any, flat: list[Any], tree: Any, written: list[torch.Ten
         value = full_of(stand_in)
         if value.data_ptr() != t.data_ptr() or value.shape != t.shape:
             t.resize_(value.shape).copy_(value)
-    given = {id(stand_in): t for t, stand_in in stand_ins.values()}
-    return tree_map(lambda t: given.get(id(t), t), out)
+    originals = {id(stand_in): t for t, stand_in in stand_ins.values()}
+    return tree_map(lambda t: originals.get(id(t), t), out)
 
 
 def _reshape_in_place(op: Any, args: Any, kwargs: Any) -> Any:

@@ -155,13 +155,13 @@ def extreme(op: Any, args: Any, kwargs: Any) -> Any:
     shape = [1 if dim in dims else size for dim, size in enumerate(t.shape)]
     local = local_of(t).bool() if logical else local_of(t)
     if local.numel():
-        found = getattr(aten, f"a{way}").default(local, list(dims), True)
+        extremes = getattr(aten, f"a{way}").default(local, list(dims), True)
     else:
         kept = [1 if dim in dims else size for dim, size in enumerate(local.shape)]
         dtype = torch.bool if logical else t.dtype
-        found = torch.full(kept, neutral(dtype, way), dtype=dtype, device=local.device)
+        extremes = torch.full(kept, neutral(dtype, way), dtype=dtype, device=local.device)
     placements: list[Placement] = [Partial(way) if isinstance(p, Shard) and p.dim in dims else p for p in t.placements]
-    out = reduce_extreme(wrapped(found, t.device_mesh, placements, shape))
+    out = reduce_extreme(wrapped(extremes, t.device_mesh, placements, shape))
     if logical and t.dtype == torch.uint8:
         out = out.to(torch.uint8)
     return out if keeps else out.reshape([size for dim, size in enumerate(t.shape) if dim not in dims])
@@ -304,18 +304,18 @@ def embedding(op: Any, args: Any, kwargs: Any) -> Any:
         else:
             out.append(tokens[i])
     table, ids = local_in(weight, rows), local_in(indices, tokens)
-    held = layout_of(spec_with(spec_of(weight), mesh, rows)).slices(weight.shape, runtime.rank())[0]
+    local_rows = layout_of(spec_with(spec_of(weight), mesh, rows)).slices(weight.shape, runtime.rank())[0]
     if any(isinstance(p, Partial) for p in out):
-        local_ids = ids - held.start
-        not_here = (local_ids < 0) | (local_ids >= held.stop - held.start)
+        local_ids = ids - local_rows.start
+        not_here = (local_ids < 0) | (local_ids >= local_rows.stop - local_rows.start)
         if table.shape[0] == 0:
-            found = table.new_zeros(*ids.shape, table.shape[1])
+            vectors = table.new_zeros(*ids.shape, table.shape[1])
         else:
-            found = op(table, local_ids.masked_fill(not_here, 0), *args[2:], **kwargs)
-        found = found.masked_fill(not_here.unsqueeze(-1), 0)
+            vectors = op(table, local_ids.masked_fill(not_here, 0), *args[2:], **kwargs)
+        vectors = vectors.masked_fill(not_here.unsqueeze(-1), 0)
     else:
-        found = op(table, ids, *args[2:], **kwargs)
-    return wrapped(found, mesh, out, (*indices.shape, weight.shape[1]))
+        vectors = op(table, ids, *args[2:], **kwargs)
+    return wrapped(vectors, mesh, out, (*indices.shape, weight.shape[1]))
 
 
 @rule_for("embedding_dense_backward")

@@ -51,8 +51,8 @@ class Independent:
             for name, t in tensors.items():
                 placement = t.placements[index]
                 if isinstance(placement, Shard):
-                    found = [c for c in self.split if self._dim(name, t, c) == placement.dim]
-                    letter = letter or "".join(found)
+                    letters = [c for c in self.split if self._dim(name, t, c) == placement.dim]
+                    letter = letter or "".join(letters)
             if letter and not self._divides(letter, [*split, letter], tensors, mesh):
                 letter = ""
             split.append(letter)

@@ -176,9 +176,9 @@ class ShardedTensor(_Base):
     @torch.no_grad()
     def load_local_shards_(self, shards: Sequence[LocalShard | torch.Tensor]) -> ShardedTensor:
         """Overwrite this process's shard. Ranks that hold the same shard must pass the same data."""
-        given = [shard.data if isinstance(shard, LocalShard) else shard for shard in shards]
-        problem = _shard_problem(self, given)
-        agree = same_on_replicas(given[0] if given and not problem else torch.empty(0), spec_of(self))
+        values = [shard.data if isinstance(shard, LocalShard) else shard for shard in shards]
+        problem = _shard_problem(self, values)
+        agree = same_on_replicas(values[0] if values and not problem else torch.empty(0), spec_of(self))
         if problem:
             raise LayoutError(problem)
         if not agree:
@@ -187,7 +187,7 @@ class ShardedTensor(_Base):
                 f"they were given different data; pass the same data on every rank that holds a shard, or lay the "
                 f"tensor out so that each shard is on one rank"
             )
-        for data in given:
+        for data in values:
             local_of(self).copy_(data)
         return self
 
@@ -230,12 +230,12 @@ def full_of(t: DTensor) -> torch.Tensor:
     return local_of(redistributed(t, t.device_mesh, replicated(t.device_mesh)))
 
 
-def _shard_problem(t: ShardedTensor, given: Sequence[torch.Tensor]) -> str:
-    """Why `given` cannot be this process's shards of `t`; empty if it can."""
+def _shard_problem(t: ShardedTensor, values: Sequence[torch.Tensor]) -> str:
+    """Why `values` cannot be this process's shards of `t`; empty if it can."""
     own = t.local_shards
-    if len(given) != len(own):
-        return f"{len(given)} shard(s) given; this process holds {len(own)} of the tensor"
-    for data, old in zip(given, own, strict=True):
+    if len(values) != len(own):
+        return f"{len(values)} shard(s) given; this process holds {len(own)} of the tensor"
+    for data, old in zip(values, own, strict=True):
         if data.shape != old.data.shape:
             return (
                 f"the shard given has shape {tuple(data.shape)}; this rank's shard of the {tuple(t.shape)} "

@@ -22,14 +22,14 @@ _SEQUENCES = (tuple, list, set, frozenset)
 def tensors_in(value: Any, *, objects: bool = True) -> list[torch.Tensor]:
     """Every tensor in `value`. With `objects`, attributes of objects of unknown classes are searched too, but never
     those of modules."""
-    found: list[torch.Tensor] = []
-    _collect(value, DEPTH, objects, found)
-    return found
+    tensors: list[torch.Tensor] = []
+    _collect(value, DEPTH, objects, tensors)
+    return tensors
 
 
-def _collect(value: Any, depth: int, objects: bool, found: list[torch.Tensor]) -> None:
+def _collect(value: Any, depth: int, objects: bool, tensors: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        tensors.append(value)
         return
     if value is None or depth == 0 or isinstance(value, _WITHOUT_TENSORS):
         return
@@ -42,7 +42,7 @@ def _collect(value: Any, depth: int, objects: bool, found: list[torch.Tensor]) -
     else:
         return
     for inner in inside:
-        _collect(inner, depth - 1, objects, found)
+        _collect(inner, depth - 1, objects, tensors)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -122,21 +122,21 @@ def _torch_placements(op: Any, flat: list[Any], tree: Any) -> tuple[tuple[Placem
     args, kwargs = tree_unflatten([_as_dtensor(leaf) for leaf in flat], tree)
     sharding = torch_sharding(op, args, kwargs)
     specs = [spec_of(leaf) for leaf in flat if is_sharded(leaf)]
-    wanted = list(specs)
+    inputs = list(specs)
     if sharding.needs_redistribute:
-        asked = [s for s in tree_leaves(sharding.redistribute_schema.args_schema) if isinstance(s, DTensorSpec)]
-        wanted[: len(asked)] = asked  # keyword arguments come last and are never redistributed
-    if any(p.is_partial() and not _is_sum(p) for spec in wanted for p in spec.placements):
+        required = [s for s in tree_leaves(sharding.redistribute_schema.args_schema) if isinstance(s, DTensorSpec)]
+        inputs[: len(required)] = required  # keyword arguments come last and are never redistributed
+    if any(p.is_partial() and not _is_sum(p) for spec in inputs for p in spec.placements):
         return None
     out = [s for s in tree_leaves(sharding.output_spec) if isinstance(s, DTensorSpec)]
     written = [spec_of(t).placements for t in written_tensors(op, args, kwargs)]
     # A tensor that is written to keeps its layout; results are listed in the order of such arguments.
     stays = not written or (
-        wanted[0].placements == specs[0].placements and written == [s.placements for s in out]
+        inputs[0].placements == specs[0].placements and written == [s.placements for s in out]
     )  # fmt: skip
-    if not stays or not all(_is_exact(op, spec) for spec in specs + wanted + out):
+    if not stays or not all(_is_exact(op, spec) for spec in specs + inputs + out):
         return None
-    remaining = iter(wanted)
+    remaining = iter(inputs)
     return tuple(next(remaining).placements if is_sharded(leaf) else None for leaf in flat)
 
 

@@ -76,27 +76,27 @@ def _before_forward(module: nn.Module, args: Any) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _checked:
         return
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    stale = [_replaced[p] for p in held if p in _replaced]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = [_replaced[p] for p in params if p in _replaced]
     if stale:
         raise LayoutError(
             f"this {type(optimizer).__name__} was made before distribute_module: it has the old parameters "
             f"{_listed(stale)}, which the module does not use any more; make it after distribute_module"
         )
     _checked.add(optimizer)
-    _warn((f"a parameter of shape {tuple(p.shape)}", p) for p in held)
+    _warn((f"a parameter of shape {tuple(p.shape)}", p) for p in params)
 
 
 def _warn(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     if not _pending:
         return
-    found = [(name, p) for name, p in parameters if p in _pending]
-    if not found:
+    unused = [(name, p) for name, p in parameters if p in _pending]
+    if not unused:
         return
-    for _, p in found:
+    for _, p in unused:
         _pending.pop(p)
     _remove_hook_if_unused()
-    names = _listed([name for name, _ in found])
+    names = _listed([name for name, _ in unused])
     runtime.warn_once(
         f"marked but not sharded: {names}",
         f"{names}: marked with mark_sharding, but not sharded. A mark on a parameter takes effect with "

@@ -39,8 +39,8 @@ def lasting_name(base: str | Path) -> str:
 
 def _name_on_the_hub(path: str) -> str | None:
     for part, below in zip(Path(path).parts, Path(path).parts[1:], strict=False):
-        if below == "snapshots" and (found := _IN_CACHE.fullmatch(part)):
-            return f"{found[1]}/{found[2]}"
+        if below == "snapshots" and (match := _IN_CACHE.fullmatch(part)):
+            return f"{match[1]}/{match[2]}"
     return None
 
 
@@ -54,7 +54,7 @@ def find_base(adapter: str | Path, stored: str) -> str:
     if path.exists() or path.is_absolute():
         return stored
     above = (folder / path for folder in Path(adapter).expanduser().resolve().parents)
-    return next((str(found) for found in above if (found / "config.json").is_file()), stored)
+    return next((str(model_dir) for model_dir in above if (model_dir / "config.json").is_file()), stored)
 
 
 def _last_name(base: str) -> str:
@@ -91,27 +91,27 @@ def write_record(adapter: Path, base: str | Path, files: tuple[str, Mapping[str,
 def read_record(adapter: str | Path) -> dict[str, Any]:
     """The contents of `adapter_base.json`; empty for adapters without it."""
     try:
-        found = json.loads((Path(adapter).expanduser() / RECORD).read_text())
+        record = json.loads((Path(adapter).expanduser() / RECORD).read_text())
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict) or not isinstance(found.get("fingerprint"), str):
+    if not isinstance(record, dict) or not isinstance(record.get("fingerprint"), str):
         return {}
-    return found if isinstance(found.get("checksums"), dict) else {**found, "checksums": {}}
+    return record if isinstance(record.get("checksums"), dict) else {**record, "checksums": {}}
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------
 
 
 def check_base(
-    adapter: str | Path, base: str | Path, given: str | Path | None = None, identity: dict[str, Any] | None = None
+    adapter: str | Path, base: str | Path, base_name: str | Path | None = None, identity: dict[str, Any] | None = None
 ) -> None:
-    """Raise `WeightsError` if an adapter was not trained on `base`, a folder. `given` is the name used in messages.
+    """Raise `WeightsError` if an adapter was not trained on `base`, a folder. `base_name` is the name used in messages.
 
     Before the files are read, only their fingerprint is compared; afterwards all of their bytes, if `identity` is what
     reading them gave.
     """
     stored = read_config(adapter).get("base_model_name_or_path")
-    record, called = read_record(adapter), str(given if given is not None else base)
+    record, called = read_record(adapter), str(base_name if base_name is not None else base)
     if not record and not stored:
         return  # nothing to compare with
     trained_on = str(stored or record["base"])

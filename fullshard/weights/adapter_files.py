@@ -89,10 +89,10 @@ def other_rows(base: str | None, config: Any) -> bool:
         return False
     check_config(base)
     try:
-        found = AutoConfig.from_pretrained(base, local_files_only=True)
+        base_config = AutoConfig.from_pretrained(base, local_files_only=True)
     except (OSError, ValueError):
         return False
-    return rows != getattr(found.get_text_config(), "vocab_size", rows)
+    return rows != getattr(base_config.get_text_config(), "vocab_size", rows)
 
 
 def _called(model: Any) -> str:

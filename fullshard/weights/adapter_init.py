@@ -80,7 +80,7 @@ def find(
 ) -> list[DerivedAdapter]:  # fmt: skip
     """The layers whose adapters are computed from weights. `loaded` has the values that are loaded from files."""
     configs: dict[str, Any] = getattr(model, "peft_config", {})
-    found = []
+    derived = []
     for name, layer in model.named_modules():
         for adapter in getattr(layer, "lora_A", ()):
             method = getattr(configs.get(adapter), "init_lora_weights", True)
@@ -103,8 +103,8 @@ def find(
                 one.readers = {"weight": dense[id(weight)]}
             one.first = {k: first[n] for k in ("A", "B") for n in by_site[sites[k]].plan.names if n in first}
             _check(one, base)
-            found.append(one)
-    return found
+            derived.append(one)
+    return derived
 
 
 def _check(one: DerivedAdapter, base: nn.Module) -> None:
@@ -161,11 +161,11 @@ def derive(
 
 def _broadcast(one: DerivedAdapter, values: Values | None, source: int) -> Values:
     """Send the values from rank `source` to all ranks."""
-    found = values or {kind: torch.empty(shape) for kind, shape in one.computed.items()}
+    received = values or {kind: torch.empty(shape) for kind, shape in one.computed.items()}
     if runtime.world_size() > 1:
         for kind in sorted(one.computed):
-            dist.broadcast(found[kind], source, group=host_group())
-    return found
+            dist.broadcast(received[kind], source, group=host_group())
+    return received
 
 
 @torch.no_grad()
@@ -200,21 +200,23 @@ def _values(model: nn.Module, one: DerivedAdapter, seed: int) -> Values:
     layer, adapter = one.layer, one.adapter
     original, weight = _weight(one)
     if len(one.first) == 2:
-        found = {kind: reader[()].float().to(weight.device) for kind, reader in one.first.items()}
+        matrices = {kind: reader[()].float().to(weight.device) for kind, reader in one.first.items()}
     elif one.method == "loftq":
-        found = _loftq(original, weight, layer.r[adapter])
+        matrices = _loftq(original, weight, layer.r[adapter])
     elif one.joint:
-        found = _by_peft(one, weight, seed)
+        matrices = _by_peft(one, weight, seed)
     elif one.method is False:
-        found = {k: init.initial_value(model, one.parameters[k], seed).float().to(weight.device) for k in ("A", "B")}
+        matrices = {k: init.initial_value(model, one.parameters[k], seed).float().to(weight.device) for k in ("A", "B")}
     else:
-        found = {}  # B is zero, so the adapter adds nothing to the norm
+        matrices = {}  # B is zero, so the adapter adds nothing to the norm
     if "magnitude" in one.parameters:
         # If the adapter was subtracted from the weight, weight + adapter is the original weight.
-        added = found["B"] @ found["A"] if found and not one.subtracts else torch.zeros((), device=weight.device)
+        added = (
+            matrices["B"] @ matrices["A"] if matrices and not one.subtracts else torch.zeros((), device=weight.device)
+        )
         norm = layer.lora_magnitude_vector[adapter].get_weight_norm
-        found["magnitude"] = norm(weight.float(), added, layer.scaling[adapter])
-    return {kind: found[kind].float().contiguous() for kind in one.computed}
+        matrices["magnitude"] = norm(weight.float(), added, layer.scaling[adapter])
+    return {kind: matrices[kind].float().contiguous() for kind in one.computed}
 
 
 def _weight(one: DerivedAdapter) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,17 +250,17 @@ def _by_peft(one: DerivedAdapter, weight: torch.Tensor, seed: int) -> Values:
                 layer.olora_init(adapter)
             else:
                 layer.pissa_init(adapter, one.method)
-        found = {kind: module.weight.detach().to(device) for kind, module in pairs.items()}
+        matrices = {kind: module.weight.detach().to(device) for kind, module in pairs.items()}
     finally:
         for module, parameter in before.items():
             module.weight = parameter
-    for kind, value in found.items():
+    for kind, value in matrices.items():
         if tuple(value.shape) != one.computed[kind]:
             raise WeightsError(
                 f"init_lora_weights={one.method!r} computes {kind} of shape {tuple(value.shape)} for {one.name}, "
                 f"expected {one.computed[kind]}; remove that layer from the targets, or use True"
             )
-    return found
+    return matrices
 
 
 def _loftq(original: torch.Tensor, weight: torch.Tensor, rank: int) -> Values:

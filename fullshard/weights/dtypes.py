@@ -13,13 +13,13 @@ from fullshard.fsdp.strategy import dtype_of
 from fullshard.weights.safetensors_files import SafetensorsFiles
 
 
-def choose_dtype(given: Any, config: Any, source: SafetensorsFiles | None) -> torch.dtype:
+def choose_dtype(requested: Any, config: Any, source: SafetensorsFiles | None) -> torch.dtype:
     """The dtype to load a model in: the given one, or for None and "auto" the config's, else that of the files, else
     (for a plan without files) torch's default."""
-    if given not in (None, "auto"):
-        found = dtype_of(given)
-        assert found is not None
-        return found
+    if requested not in (None, "auto"):
+        dtype = dtype_of(requested)
+        assert dtype is not None
+        return dtype
     stated = dtype_of(getattr(config, "dtype", None))
     if stated is not None:
         return stated
@@ -34,5 +34,5 @@ def dtypes_kept(model: PreTrainedModel, dtype: torch.dtype, names: Iterable[str]
     if not plan:
         return {}
     pattern, by_group, _ = build_glob_alternation(list(plan))
-    found = {name: pattern.search(name) for name in names}
-    return {name: plan[by_group[match.lastgroup]] for name, match in found.items() if match is not None}
+    matches = {name: pattern.search(name) for name in names}
+    return {name: plan[by_group[match.lastgroup]] for name, match in matches.items() if match is not None}

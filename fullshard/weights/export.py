@@ -58,19 +58,21 @@ def save_pretrained(
     Besides its shards, rank 0 holds one whole tensor at a time, or two while one is converted.
     """
     plain, tensors = _check(model)
-    kept = dtypes_kept(plain, wanted, tensors) if (wanted := dtype_of(dtype)) is not None else {}
+    kept = dtypes_kept(plain, file_dtype, tensors) if (file_dtype := dtype_of(dtype)) is not None else {}
 
     def dtype_in_file(name: str) -> torch.dtype:
         stored = tensors[name].dtype
-        return kept.get(name, wanted) if wanted is not None and stored.is_floating_point else stored
+        return kept.get(name, file_dtype) if file_dtype is not None and stored.is_floating_point else stored
 
     groups = _groups(plain, tensors)
-    made = [
+    outputs = [
         group.convert({n: torch.empty(tensors[n].shape, dtype=dtype_in_file(n), device="meta") for n in group.members})
         for group in groups
     ]
-    form = {name: torch.empty_like(t) for converted in made for name, t in converted.items()}  # without shared storage
-    runtime.get_logger().info("writing %s to %s", _described(form, wanted), directory)
+    form = {
+        name: torch.empty_like(t) for converted in outputs for name, t in converted.items()
+    }  # without shared storage
+    runtime.get_logger().info("writing %s to %s", _described(form, file_dtype), directory)
     target = Path(directory)
     writing: list[ModelDirWriter] = []
     copied: dict[str, TensorReader] = {}
@@ -82,7 +84,9 @@ def save_pretrained(
             form.update({name: torch.empty(r.shape, dtype=r.dtype, device="meta") for name, r in copied.items()})
             if (base := base_of(plain)) is not None:
                 refuse_inputs(target, "save_pretrained", {"the model's base": [Path(base.path)]})
-            packed = {n for g, converted in zip(groups, made, strict=True) if isinstance(g, _Packed) for n in converted}
+            packed = {
+                n for g, converted in zip(groups, outputs, strict=True) if isinstance(g, _Packed) for n in converted
+            }
             writing.append(ModelDirWriter(target, form, max_shard_size, packed))
 
     try:
@@ -164,13 +168,13 @@ def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[Te
     reverse = ReverseMapping(model)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, WritesFiles)}
     packed = [_Packed(reverse, name, module) for name, module in modules.items()]
-    taken = {member for group in packed for member in group.members}
-    return [*reverse.groups(name for name in tensors if name not in taken), *packed]
+    in_groups = {member for group in packed for member in group.members}
+    return [*reverse.groups(name for name in tensors if name not in in_groups), *packed]
 
 
-def _described(form: dict[str, torch.Tensor], wanted: torch.dtype | None) -> str:
+def _described(form: dict[str, torch.Tensor], file_dtype: torch.dtype | None) -> str:
     names = sorted({dtype_name(t.dtype) for t in form.values()})
-    how = "as requested" if wanted is not None else "as stored; change with dtype="
+    how = "as requested" if file_dtype is not None else "as stored; change with dtype="
     return f"{file_size(total_bytes(form))} of {', '.join(names)} ({how})"
 
 

@@ -171,12 +171,12 @@ def _load(
         agree(lambda: _transform(plan, transform), "transform", error=WeightsError)
     if plan.plain is not None and plan.conversions is not None:
         plan.plain._weight_conversions = plan.conversions
-    made = [p for _, _, parameters in plan.self_loading for p in parameters.values()]
+    self_loaded = [p for _, _, parameters in plan.self_loading for p in parameters.values()]
     computed = [p for one in plan.derived for p in one.parameters.values()]
     read_parameters = [p for p, _ in [*plan.reads, *plan.adapter_reads, *rows]]
     return LoadReport(
         str(plan.source.path),
-        read=[*_names(read_parameters), *(name for name, *_ in plan.buffers), *_names(made)],
+        read=[*_names(read_parameters), *(name for name, *_ in plan.buffers), *_names(self_loaded)],
         initialized=_names([*plan.initialize, *computed]),
         resized=_names([p for p, _ in plan.resizes]),
         skipped=plan.problems.unexpected,

@@ -98,7 +98,7 @@ def compute_buffers(root: nn.Module, parameters: list[ShardedParameter]) -> list
     _init_vera_projections(root)
     waiting = [(prefix, module, name) for prefix, module, name in waiting if buffers_of(module)[name].is_meta]
     ancestors = _ancestors(root)
-    made = []
+    passes = []
     for start in (0, 1):  # a buffer that keeps both fill values was never set
         for _, module, name in waiting:
             buffers_of(module)[name] = torch.full_like(buffers_of(module)[name], start, device="cpu")
@@ -106,9 +106,9 @@ def compute_buffers(root: nn.Module, parameters: list[ShardedParameter]) -> list
             for module in {id(module): module for _, module, _ in waiting}.values():
                 for initializer in _initializers(ancestors[module]):
                     initializer()
-        made.append([buffers_of(module)[name] for _, module, name in waiting])
+        passes.append([buffers_of(module)[name] for _, module, name in waiting])
     not_computed = []
-    for (prefix, module, name), first, second in zip(waiting, *made, strict=True):
+    for (prefix, module, name), first, second in zip(waiting, *passes, strict=True):
         if not torch.equal(first, second):
             not_computed.append(f"{prefix}.{name}" if prefix else name)
         buffers_of(module)[name] = second.to(runtime.device())
@@ -123,9 +123,11 @@ def _init_vera_projections(root: nn.Module) -> None:
         if isinstance(tuner, VeraModel):
             for adapter, config in tuner.peft_config.items():
                 draw = torch.Generator(device="cpu").manual_seed(config.projection_prng_key)
-                for held in (tuner.vera_A, tuner.vera_B):
+                for projections in (tuner.vera_A, tuner.vera_B):
                     with torch.device("cpu"):
-                        held[adapter] = _kaiming_init(tuple(held[adapter].shape), draw).to(runtime.device())
+                        projections[adapter] = _kaiming_init(tuple(projections[adapter].shape), draw).to(
+                            runtime.device()
+                        )
 
 
 def _show(p: ShardedParameter, value: torch.Tensor) -> None:
@@ -138,11 +140,11 @@ def _show(p: ShardedParameter, value: torch.Tensor) -> None:
 def _ancestors(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """The path to every module: `root`, …, its parent, the module itself."""
     modules = dict(root.named_modules())
-    found = {}
+    ancestors = {}
     for name, module in modules.items():
         parts = name.split(".") if name else []
-        found[module] = [root, *(modules[".".join(parts[: i + 1])] for i in range(len(parts)))]
-    return found
+        ancestors[module] = [root, *(modules[".".join(parts[: i + 1])] for i in range(len(parts)))]
+    return ancestors
 
 
 def _initializers(path: list[nn.Module]) -> Iterator[Callable[[], Any]]:

@@ -70,41 +70,41 @@ def plain_name(name: str, prefix: str) -> str:
 
 
 def find_readers(
-    model: PreTrainedModel | None, wanted: Shapes, source: SafetensorsFiles, key_mapping: Any = None
+    model: PreTrainedModel | None, shapes: Shapes, source: SafetensorsFiles, key_mapping: Any = None
 ) -> Found:
     """A reader for every wanted tensor that the files contain, under whatever name."""
     if model is None:
         readers: dict[str, TensorReader] = {
-            name: Stored(source, source.entries[name]) for name in wanted if name in source.entries
+            name: Stored(source, source.entries[name]) for name in shapes if name in source.entries
         }
-        return Found(readers, [name for name in source.entries if name not in wanted])
+        return Found(readers, [name for name in source.entries if name not in shapes])
     away = {name: tuple(t.shape) for name, t in left_out_tensors(model).items()}
     with complete(model):
         conversions = get_model_conversion_mapping(model, key_mapping)
-        direct, fused, lost = _assign(model, {**wanted, **away}, source, conversions)
-    found = Found()
+        direct, fused, lost = _assign(model, {**shapes, **away}, source, conversions)
+    result = Found()
     for name, entry_name in direct.items():
         if name in away:
-            found.left_out.append(entry_name)
+            result.left_out.append(entry_name)
         else:
-            found.readers[name] = Stored(source, source.entries[entry_name])
+            result.readers[name] = Stored(source, source.entries[entry_name])
     for name, (converter, parts) in fused.items():
         if name in away:
-            found.left_out += [entry for entries in parts.values() for entry in entries]
+            result.left_out += [entry for entries in parts.values() for entry in entries]
             continue
         stored: dict[str, list[TensorReader]] = {
             pattern: [Stored(source, source.entries[e]) for e in entries] for pattern, entries in parts.items()
         }
         try:
-            made = _convert(converter, name, stored, _PlainShapes(model, wanted))
+            outputs = _convert(converter, name, stored, _PlainShapes(model, shapes))
         except (ValueError, RuntimeError, IndexError) as error:
-            found.unconvertible.append((name, str(error)))
+            result.unconvertible.append((name, str(error)))
             continue
-        found.readers.update({target: reader for target, reader in made.items() if target in wanted})
-        found.unexpected += [target for target in made if target not in wanted]
-    found.unexpected = _without(found.unexpected + lost, _ignored_when_unexpected(model))
-    found.conversions = [conversion for conversion in conversions if conversion.was_used()]
-    return found
+        result.readers.update({target: reader for target, reader in outputs.items() if target in shapes})
+        result.unexpected += [target for target in outputs if target not in shapes]
+    result.unexpected = _without(result.unexpected + lost, _ignored_when_unexpected(model))
+    result.conversions = [conversion for conversion in conversions if conversion.was_used()]
+    return result
 
 
 def may_be_missing(model: PreTrainedModel | None, names: Iterable[str]) -> set[str]:
@@ -130,13 +130,13 @@ Fused = dict[str, tuple[WeightConverter, dict[str, list[str]]]]
 
 
 def _assign(
-    model: PreTrainedModel, wanted: Shapes, source: SafetensorsFiles, conversions: list[Any]
+    model: PreTrainedModel, shapes: Shapes, source: SafetensorsFiles, conversions: list[Any]
 ) -> tuple[dict[str, str], Fused, list[str]]:
     """Assign each file tensor to a parameter (direct), to a conversion (fused), or to neither (unexpected)."""
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    prefix, known = model.base_model_prefix, dict(wanted)
+    prefix, known = model.base_model_prefix, dict(shapes)
     direct: dict[str, str] = {}
     fused: Fused = {}
     lost = []
@@ -157,11 +157,11 @@ def _assign(
 class _PlainShapes:
     """A model for transformers' conversions: full shapes under plain names, regardless of wrappers."""
 
-    def __init__(self, model: PreTrainedModel, wanted: Shapes):
-        self.model, self.wanted = model, wanted
+    def __init__(self, model: PreTrainedModel, shapes: Shapes):
+        self.model, self.shapes = model, shapes
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        shape = self.wanted[name] if name in self.wanted else self.model.get_parameter(name).shape
+        shape = self.shapes[name] if name in self.shapes else self.model.get_parameter(name).shape
         return torch.empty(shape, device="meta")
 
     def __getattr__(self, name: str) -> Any:
@@ -179,15 +179,15 @@ def _convert(
     converter: WeightConverter, name: str, parts: dict[str, list[TensorReader]], model: _PlainShapes
 ) -> dict[str, TensorReader]:
     """Readers for the results of a conversion, by full name."""
-    made: Any = parts
+    outputs: Any = parts
     for operation in converter.operations:
-        made = _apply(operation, made, converter, name, model)
-        if made is None:
+        outputs = _apply(operation, outputs, converter, name, model)
+        if outputs is None:
             return _compute(converter, name, parts, model)
     full_name = name.replace("*.", "0.")
-    within = [pattern for pattern in made if pattern in full_name]
+    within = [pattern for pattern in outputs if pattern in full_name]
     start, _, end = full_name.partition(within[0]) if within else ("", "", "")
-    return {start + pattern + end: _one(readers) for pattern, readers in made.items()}
+    return {start + pattern + end: _one(readers) for pattern, readers in outputs.items()}
 
 
 def _apply(operation: Any, parts: Any, converter: WeightConverter, name: str, model: _PlainShapes) -> Any:
@@ -205,7 +205,7 @@ def _apply(operation: Any, parts: Any, converter: WeightConverter, name: str, mo
     if type(operation) is Transpose and len(parts) == 1:
         reader = _one(next(iter(parts.values())))
         target = operation.get_target_pattern(parts, sources, targets)
-        as_is = getattr(operation, "check_dims", False) and reader.shape == model.wanted.get(name)
+        as_is = getattr(operation, "check_dims", False) and reader.shape == model.shapes.get(name)
         return {target: reader if as_is else Transposed(reader, operation.dim0, operation.dim1)}
     return None
 
@@ -256,12 +256,12 @@ class ReverseMapping:
 
     def groups(self, names: Iterable[str]) -> list[TensorGroup]:
         """The groups of names that are converted together, in file order."""
-        found: dict[str, TensorGroup] = {}
+        by_name: dict[str, TensorGroup] = {}
         for name in sorted(names, key=dot_natural_key):
             renamed, pattern = rename_source_key(name, [], self.converters)
-            group = found.setdefault(renamed if pattern else name, TensorGroup(self, renamed))
+            group = by_name.setdefault(renamed if pattern else name, TensorGroup(self, renamed))
             group.members[name] = pattern
-        return list(found.values())
+        return list(by_name.values())
 
     def renamed(self, name: str) -> str:
         """The file name of a tensor that is not converted."""
@@ -285,5 +285,5 @@ class TensorGroup:
         for member, member_pattern in self.members.items():
             converter.add_tensor(self.first, member, member_pattern, values[member])
         model: Any = self.reverse.model
-        made = converter.convert(self.first, model=model, config=model.config)
-        return {self.reverse.renamed(n): v[0] if isinstance(v, list) else v for n, v in made.items()}
+        outputs = converter.convert(self.first, model=model, config=model.config)
+        return {self.reverse.renamed(n): v[0] if isinstance(v, list) else v for n, v in outputs.items()}

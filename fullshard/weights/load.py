@@ -106,9 +106,9 @@ def load_pretrained(
         rows = resize_vocab or (stored_rows(adapter) if adapter is not None else 0)
         if resize_vocab is not None or rows > getattr(settings.get_text_config(), "vocab_size", rows):
             settings.get_text_config().vocab_size = rows
-        wanted = choose_dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
+        chosen_dtype = choose_dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
         settings.name_or_path = lasting_name(path)
-        model = on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
+        model = on_meta(class_of(model_class, settings), settings, chosen_dtype, where, trust_remote_code)
         if text_only and (line := train_language_model(model.eval())):
             runtime.get_logger().info("%s", line)
         return model
@@ -152,33 +152,33 @@ def _mesh_for(strategy: Any) -> Mesh:
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def read_config(where: Path, given: Any, trust_remote_code: bool) -> Any:
+def read_config(where: Path, user_config: Any, trust_remote_code: bool) -> Any:
     """The model's config: the given one, or that of the files with the given settings."""
     directory = where if where.is_dir() else where.parent
-    if given is not None and not isinstance(given, dict):
-        return copy.deepcopy(given)
-    check_config(directory, given)
+    if user_config is not None and not isinstance(user_config, dict):
+        return copy.deepcopy(user_config)
+    check_config(directory, user_config)
     try:
-        found = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **(given or {}))
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **(user_config or {}))
     except Exception as error:  # damaged files raise errors of many kinds
         raise WeightsError(f"{directory} has no usable config.json: {one_line(error)}") from error
-    if (packed := getattr(found, "quantization_config", None)) is not None:
+    if (packed := getattr(config, "quantization_config", None)) is not None:
         Quantization.of(packed)  # raises if the stored quantization is not supported
-    return found
+    return config
 
 
-def class_of(given: Any, config: Any) -> Any:
+def class_of(model_class: Any, config: Any) -> Any:
     """The model class: the given one, else the one in the config, else that of the kind of config."""
-    if isinstance(given, str):
-        found = getattr(transformers, given, None)
-        if found is None:
-            raise WeightsError(f"model_class={given!r}: transformers has no class of that name")
-        return found
-    if given is not None:
-        return given
+    if isinstance(model_class, str):
+        named = getattr(transformers, model_class, None)
+        if named is None:
+            raise WeightsError(f"model_class={model_class!r}: transformers has no class of that name")
+        return named
+    if model_class is not None:
+        return model_class
     for name in config.architectures or ():
-        if isinstance(found := getattr(transformers, name, None), type):
-            return found
+        if isinstance(named := getattr(transformers, name, None), type):
+            return named
     return text_class(config)
 
 
@@ -201,8 +201,8 @@ def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trus
             model = model_class._from_config(config, dtype=dtype)
     for name, kept in dtypes_kept(model, dtype, dict(model.named_parameters())).items():
         module, _, key = name.rpartition(".")
-        held = parameters_of(model.get_submodule(module))
-        held[key] = nn.Parameter(held[key].to(kept), requires_grad=held[key].requires_grad)
+        parameters = parameters_of(model.get_submodule(module))
+        parameters[key] = nn.Parameter(parameters[key].to(kept), requires_grad=parameters[key].requires_grad)
     if model.can_generate():
         with contextlib.suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(where if where.is_dir() else where.parent)
@@ -217,9 +217,9 @@ def _with_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
 
     config = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = getattr(model, "name_or_path", None)  # its current location
-    made = get_peft_model_on_meta(model, config)
-    keep_tables_whole(made)
-    return made
+    peft_model = get_peft_model_on_meta(model, config)
+    keep_tables_whole(peft_model)
+    return peft_model
 
 
 def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
@@ -246,8 +246,8 @@ def untie_what_differs(model: PreTrainedModel, source: SafetensorsFiles, key_map
         both = [(a, b) for a, b in ties.items() if a in readers and b in readers and readers[a] is not readers[b]]
         return [a for a, b in both if not _equal(readers[a], readers[b])]
 
-    found = agree(differing, "compare tied weights", error=WeightsError)
-    for name in sorted({name for names in found for name in names}):
+    reports = agree(differing, "compare tied weights", error=WeightsError)
+    for name in sorted({name for names in reports for name in names}):
         runtime.get_logger().warning(
             "the config ties %s to %s, but the files contain different values for them; they are not tied",
             name,

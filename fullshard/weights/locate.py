@@ -44,11 +44,11 @@ def weight_files(path: Path) -> list[Path]:
     if (path / SINGLE).exists():
         return [inside(path / SINGLE, path)]
     indexes = sorted(path.glob("*.safetensors.index.json"))
-    found = sorted(path.glob("*.safetensors"))
+    files = sorted(path.glob("*.safetensors"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
-    if found and not (path / CONFIG).exists() and not (path / "manifest.json").exists():
-        return [inside(file, path) for file in found]
+    if files and not (path / CONFIG).exists() and not (path / "manifest.json").exists():
+        return [inside(file, path) for file in files]
     raise WeightsError(_nothing_here(path))
 
 
@@ -114,7 +114,7 @@ def _nothing_here(path: Path) -> str:
     return f"{path} contains no safetensors files.{_suggest(path)}"
 
 
-def _refuse_pickle(given: Path, directory: Path, files: list[Path]) -> str:
+def _refuse_pickle(path: Path, directory: Path, files: list[Path]) -> str:
     names = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
     if (directory / "config.json").exists():
         command = (
@@ -129,7 +129,7 @@ def _refuse_pickle(given: Path, directory: Path, files: list[Path]) -> str:
             f'save_file({{k: v.clone().contiguous() for k, v in s.items()}}, {str(out)!r})"'
         )
     return (
-        f"{given} contains pickle files ({names}), which can run arbitrary code when loaded; fullshard reads only "
+        f"{path} contains pickle files ({names}), which can run arbitrary code when loaded; fullshard reads only "
         f"safetensors. If you trust the files, convert them once:\n  {command}"
     )
 

@@ -154,10 +154,10 @@ class LoadPlan:
     @property
     def provided(self) -> list[ShardedParameter]:
         """Parameters whose values can be read again from the files."""
-        made = [p for _, _, parameters in self.self_loading for p in parameters.values()]
+        self_loaded = [p for _, _, parameters in self.self_loading for p in parameters.values()]
         # With an adapter, trained new rows belong to the adapter; the table itself can be resized again.
         read = [*self.reads, *(self.resizes if self.adapted else ())]
-        return [p for p, _ in read if p not in self.changed] + made
+        return [p for p, _ in read if p not in self.changed] + self_loaded
 
 
 def match(
@@ -186,26 +186,26 @@ class _Matcher:
         self.plan = LoadPlan(source, parameters, plain, hasattr(model, "peft_config"))
         self.by_site = {(module, name): p for p in parameters for module, name in p.sites}
         self.modules = own_readers(model)
-        self.made = {id(self.by_site[m, name]) for m in self.modules.values() for name in m.made_parameters()}
+        self.self_loaded = {id(self.by_site[m, name]) for m in self.modules.values() for name in m.made_parameters()}
         self.buffers = _persistent_buffers(model)
-        self.wanted = self._wanted()
-        self.found = find_readers(plain, self.wanted, source, key_mapping)
-        self.plan.conversions = self.found.conversions
-        self.plan.left_out = tuple(self.found.left_out)
-        self.plan.problems.unexpected = self.found.unexpected
-        self.plan.problems.unconvertible = self.found.unconvertible
+        self.file_shapes = self._file_shapes()
+        self.mapping = find_readers(plain, self.file_shapes, source, key_mapping)
+        self.plan.conversions = self.mapping.conversions
+        self.plan.left_out = tuple(self.mapping.left_out)
+        self.plan.problems.unexpected = self.mapping.unexpected
+        self.plan.problems.unconvertible = self.mapping.unconvertible
 
-    def _wanted(self) -> dict[str, tuple[int, ...]]:
+    def _file_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of all tensors that the model needs from files."""
-        wanted: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for p in self.plan.parameters:
-            if id(p) not in self.made:
-                wanted.update({self._plain(name): p.plan.shape for name in p.plan.names})
-        wanted.update({self._plain(name): tuple(b.shape) for name, (_, _, b) in self.buffers.items()})
+            if id(p) not in self.self_loaded:
+                shapes.update({self._plain(name): p.plan.shape for name in p.plan.names})
+        shapes.update({self._plain(name): tuple(b.shape) for name, (_, _, b) in self.buffers.items()})
         for name, module in self.modules.items():
             for tensor, shape in module.file_tensors().items():
-                wanted[self._plain(f"{name}.{tensor}")] = tuple(shape)
-        return wanted
+                shapes[self._plain(f"{name}.{tensor}")] = tuple(shape)
+        return shapes
 
     def _plain(self, name: str) -> str:
         return plain_name(name, self.prefix)
@@ -218,15 +218,15 @@ class _Matcher:
     def match_parameters(self, new: set[str], resize_vocab: bool) -> None:
         """Decide for each parameter where its value comes from. `new` has names that need not be in the files."""
         plan, plain = self.plan, self.plan.plain
-        excused = may_be_missing(plain, self.wanted)
+        excused = may_be_missing(plain, self.file_shapes)
         names_by_id = {id(p.shard): list(p.plan.names) for p in plan.parameters}
         resizable = may_grow(plain, names_by_id) if resize_vocab else set()
         token_rows = _token_rows(self.model, self.by_site, plan)
         for p in plan.parameters:
-            if id(p) in self.made:
+            if id(p) in self.self_loaded:
                 continue
             names = [self._plain(name) for name in p.plan.names]
-            reader = next((self.found.readers[n] for n in names if n in self.found.readers), None)
+            reader = next((self.mapping.readers[n] for n in names if n in self.mapping.readers), None)
             from_adapter = next((self.from_adapter[n] for n in p.plan.names if n in self.from_adapter), None)
             if from_adapter is not None:
                 plan.adapter_reads.append((p, from_adapter))
@@ -246,7 +246,7 @@ class _Matcher:
     def match_buffers(self) -> None:
         """Find the persistent buffers of the model, and those of its adapter such as VeRA's shared projections."""
         for name, (module, key, buffer) in self.buffers.items():
-            reader = self.found.readers.get(self._plain(name))
+            reader = self.mapping.readers.get(self._plain(name))
             if reader is not None and self._fits(name, reader, tuple(buffer.shape)):
                 self.plan.buffers.append((name, module, key, reader))
         for name, reader in self.from_adapter.items():
@@ -259,11 +259,11 @@ class _Matcher:
         """Find the file tensors of modules that read files themselves."""
         for name, module in self.modules.items():
             names = {t: self._plain(f"{name}.{t}") for t in module.file_tensors()}
-            readers = {t: self.found.readers.get(n) for t, n in names.items()}
+            readers = {t: self.mapping.readers.get(n) for t, n in names.items()}
             lacking = [names[t] for t, reader in readers.items() if reader is None]
             # These modules cannot be initialized, so this is an error even if not strict.
             self.plan.problems.unconvertible += [(n, f"{type(module).__name__} needs it") for n in lacking]
-            if all(self._fits(names[t], readers[t], self.wanted[names[t]]) for t in names):
+            if all(self._fits(names[t], readers[t], self.file_shapes[names[t]]) for t in names):
                 parameters = {n: self.by_site[module, n] for n in module.made_parameters()}
                 self.plan.self_loading.append((module, readers, parameters))  # type: ignore[arg-type]
 
@@ -277,8 +277,8 @@ class _Matcher:
         plan.initialize = [p for p in plan.initialize if id(p) not in computed]
 
 
-def _has_fewer_rows(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    return found[1:] == wanted[1:] and found[0] < wanted[0]
+def _has_fewer_rows(stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    return stored[1:] == expected[1:] and stored[0] < expected[0]
 
 
 def _token_rows(
@@ -286,23 +286,23 @@ def _token_rows(
 ) -> dict[int, tuple[ShardedParameter, list[int]]]:
     """The table and row indices that initialize each parameter of PEFT's trainable tokens and of prompts with an
     initial text."""
-    found = {}
+    row_sources = {}
     for encoder in encoders(model).values():
         if (rows := init_rows(encoder)) is not None:
             table = by_site[cast(Any, model).word_embeddings, "weight"]
-            found[id(by_site[encoder.embedding, "weight"])] = (table, rows)
+            row_sources[id(by_site[encoder.embedding, "weight"])] = (table, rows)
     for name, module in model.named_modules():
         if getattr(module, "token_adapter", None) is None or module.token_adapter.tied_adapter is not None:
             continue
         layer: Any = module.token_adapter
         table = by_site[layer.base_layer, "weight"]
         for adapter, indices in layer.token_indices.items():
-            found[id(by_site[layer.trainable_tokens_delta, adapter])] = (table, list(indices))
+            row_sources[id(by_site[layer.trainable_tokens_delta, adapter])] = (table, list(indices))
             kept = layer.trainable_tokens_original
             if buffers_of(kept)[adapter].is_meta:
                 where = f"{name}.token_adapter.trainable_tokens_original.{adapter}"
                 plan.token_buffers.append((where, kept, adapter, table, list(indices)))
-    return found
+    return row_sources
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor]]:

@@ -48,12 +48,14 @@ class _Whole(TensorReader):
 class Rounded(_Whole):
     """A dense weight, converted to dtype `held` (that of the training run), quantized and dequantized."""
 
-    def __init__(self, reader: TensorReader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype, transposed: bool):
+    def __init__(
+        self, reader: TensorReader, scheme: Scheme, held_dtype: torch.dtype, dtype: torch.dtype, transposed: bool
+    ):
         super().__init__(reader.shape, dtype, transposed)
-        self.reader, self.scheme, self.held = reader, scheme, held
+        self.reader, self.scheme, self.held_dtype = reader, scheme, held_dtype
 
     def value(self) -> torch.Tensor:
-        dense = self.reader[()].to(self.held)
+        dense = self.reader[()].to(self.held_dtype)
         flat = (dense.T if self.transposed else dense).reshape(-1)
         parts = sharded_groups.quantize_shard(flat, math.prod(self.shape), self.scheme)
         return sharded_groups.dense(parts, self.form, self.scheme, self.dtype)
@@ -62,9 +64,9 @@ class Rounded(_Whole):
 class RoundedStack(TensorReader):
     """A fused expert weight, quantized and dequantized one expert at a time."""
 
-    def __init__(self, reader: TensorReader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype):
+    def __init__(self, reader: TensorReader, scheme: Scheme, held_dtype: torch.dtype, dtype: torch.dtype):
         self.shape, self.dtype = reader.shape, dtype
-        self.reader, self.scheme, self.held = reader, scheme, held
+        self.reader, self.scheme, self.held_dtype = reader, scheme, held_dtype
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
         for part, i in zip(out, range(cuts[0].start, cuts[0].stop), strict=True):
@@ -72,7 +74,7 @@ class RoundedStack(TensorReader):
 
     def _one(self, out: torch.Tensor, i: int, cuts: Cuts) -> None:
         shape = self.shape[1:]
-        flat = self.reader[i : i + 1].to(self.held).reshape(-1)
+        flat = self.reader[i : i + 1].to(self.held_dtype).reshape(-1)
         parts = sharded_groups.quantize_shard(flat, math.prod(shape), self.scheme)
         out.copy_(sharded_groups.dense(parts, shape, self.scheme, self.dtype)[cuts])
 
@@ -98,22 +100,22 @@ def rounded_readers(
     source: SafetensorsFiles,
     readers: Mapping[str, TensorReader],
     how: Quantization,
-    held: torch.dtype,
+    held_dtype: torch.dtype,
     dtype: Any,
 ) -> dict[str, TensorReader]:
     """Readers for the weights that are quantized, in `dtype`, by their names in the model (which is on meta)."""
-    found: dict[str, TensorReader] = {}
+    rounded: dict[str, TensorReader] = {}
     for name, linear, form in linears(model, how.skip):
         key = f"{name}.weight"
         if bnb_format.is_quantized(source.entries, key):
-            found[key] = Dequantized(source, key, tuple(linear.weight.shape), dtype, form.transposed)
+            rounded[key] = Dequantized(source, key, tuple(linear.weight.shape), dtype, form.transposed)
         elif key in readers:
-            found[key] = Rounded(readers[key], how.scheme, held, dtype, form.transposed)
+            rounded[key] = Rounded(readers[key], how.scheme, held_dtype, dtype, form.transposed)
     for name, _, weights in expert_modules(model, how.skip):
         for own in weights:
             if (key := f"{name}.{own}") in readers:
-                found[key] = RoundedStack(readers[key], how.scheme, held, dtype)
-    return found
+                rounded[key] = RoundedStack(readers[key], how.scheme, held_dtype, dtype)
+    return rounded
 
 
 KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -185,9 +187,9 @@ class MergedLayers:
                     raise WeightsError(f"PEFT's {type(layer).__name__} did not merge {', '.join(names.values())}")
                 layer.merged_adapters.clear()
             result = around[0].get_base_layer()  # some adapters replace the base layer
-            found = {full: result.get_parameter(own).detach().to(self.form[full].dtype) for own, full in names.items()}
-        assert not any(value.is_meta for value in found.values())
-        return found
+            merged = {full: result.get_parameter(own).detach().to(self.form[full].dtype) for own, full in names.items()}
+        assert not any(value.is_meta for value in merged.values())
+        return merged
 
     def _subtract_initial(self, layer: Any) -> None:
         """For PiSSA and OLoRA: subtract the initial adapter from the base weight again; keep the trained values."""

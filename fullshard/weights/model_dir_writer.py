@@ -158,15 +158,15 @@ def copy_files(source: Path, directory: Path, patterns: Sequence[str] = TOKENIZE
     """Copy the files in `source` with these names, and those of its processor; does nothing if there is no such
     folder."""
     for pattern in (*patterns, *PROCESSOR_FILES) if source.is_dir() else ():
-        for found in source.glob(pattern):
+        for entry in source.glob(pattern):
             try:
-                for file in (found, *found.rglob("*")):
+                for file in (entry, *entry.rglob("*")):
                     inside(file, source)
             except WeightsError as error:  # a result may be published
-                runtime.get_logger().warning("%s was not copied: %s", found.name, error)
+                runtime.get_logger().warning("%s was not copied: %s", entry.name, error)
                 continue
-            copied = shutil.copytree if found.is_dir() else shutil.copyfile
-            copied(found, directory / found.name)
+            copied = shutil.copytree if entry.is_dir() else shutil.copyfile
+            copied(entry, directory / entry.name)
 
 
 def _failed(target: Path, error: OSError) -> WeightsError:

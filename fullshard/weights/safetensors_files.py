@@ -103,10 +103,10 @@ class SafetensorsFiles:
         """The checksum of every byte of each file, by file name; reads what was not read yet."""
         self.read_blocks(self.blocks.missing())
         parts = np.split(self.blocks.values, self.blocks.first[self._ends])
-        found = [combined(header, values) for header, values in zip(self.headers, parts, strict=False)]
-        for state, checksum in zip(self._states, found, strict=True):
+        by_file = [combined(header, values) for header, values in zip(self.headers, parts, strict=False)]
+        for state, checksum in zip(self._states, by_file, strict=True):
             remember(state, checksum)
-        return dict(zip(file_names(self.files), found, strict=True))
+        return dict(zip(file_names(self.files), by_file, strict=True))
 
     def file_of_block(self, index: int) -> Path:
         """The file that a block is in."""
@@ -227,8 +227,8 @@ class FileWriter:
         absent = [name for name in self.offsets if name not in self.checksums]
         assert not absent, f"{self.path}: {absent[:3]} are in the header but were not written"
         os.fsync(self._file)
-        found = {e.name: e.start - self.start for e in read_header(self.path)[0]}
-        if os.fstat(self._file).st_size != self.size or found != {n: start for n, (start, _) in self.offsets.items()}:
+        starts = {e.name: e.start - self.start for e in read_header(self.path)[0]}
+        if os.fstat(self._file).st_size != self.size or starts != {n: start for n, (start, _) in self.offsets.items()}:
             raise WeightsError(f"{self.path}: header or size on disk differs from what was written")
         for name, (offset, size) in self.offsets.items() if verify else ():
             checksum = 0

@@ -50,8 +50,8 @@ class TensorReader(ABC):
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """Read a slice into host memory. `key` is a slice, or a tuple of slices, without steps."""
-        given = key if isinstance(key, tuple) else (key,)
-        full = (*given, *(slice(None),) * (len(self.shape) - len(given)))
+        indices = key if isinstance(key, tuple) else (key,)
+        full = (*indices, *(slice(None),) * (len(self.shape) - len(indices)))
         cuts = tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(full, self.shape, strict=True))
         out = torch.empty(lengths(cuts), dtype=self.dtype)
         self.read_into(out, cuts)
@@ -106,8 +106,8 @@ class Stored(TensorReader):
         shape = lengths(wide)
         buffer = _buffer(math.prod(shape) * self.dtype.itemsize, out.device).view(self.dtype).view(shape)
         self._fetch(buffer, offsets, run)
-        wanted = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(cuts, wide, strict=True))
-        out.copy_(buffer[wanted])
+        inner = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(cuts, wide, strict=True))
+        out.copy_(buffer[inner])
 
     def _widened(self, cuts: Cuts) -> Cuts:
         """The smallest enclosing slice whose contiguous runs are long enough to read one by one."""
@@ -154,13 +154,13 @@ class Joined(TensorReader):
         self.dtype = parts[0].dtype
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
-        wanted, begin = cuts[self.dim], 0
+        span, begin = cuts[self.dim], 0
         for part in self.parts:
             end = begin + part.shape[self.dim]
-            low, high = max(begin, wanted.start), min(end, wanted.stop)
+            low, high = max(begin, span.start), min(end, span.stop)
             if low < high:
                 cut = (*cuts[: self.dim], slice(low - begin, high - begin), *cuts[self.dim + 1 :])
-                yield from part.jobs(out.narrow(self.dim, low - wanted.start, high - low), cut)
+                yield from part.jobs(out.narrow(self.dim, low - span.start, high - low), cut)
             begin = end
 
 
@@ -176,10 +176,10 @@ class Stacked(TensorReader):
         self.dtype = parts[0].dtype
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
-        wanted = cuts[self.dim]
-        for i in range(wanted.start, wanted.stop):
+        span = cuts[self.dim]
+        for i in range(span.start, span.stop):
             cut = (*cuts[: self.dim], *cuts[self.dim + 1 :])
-            yield from self.parts[i].jobs(out.select(self.dim, i - wanted.start), cut)
+            yield from self.parts[i].jobs(out.select(self.dim, i - span.start), cut)
 
 
 class Transposed(TensorReader):
@@ -230,7 +230,7 @@ _buffers = threading.local()
 
 def _buffer(size: int, device: torch.device) -> torch.Tensor:
     """A staging buffer for reads that change dtype, layout or device; one per thread, reused."""
-    held = getattr(_buffers, "bytes", None)
-    if held is None or held.numel() < size:
-        held = _buffers.bytes = accelerator.staging(max(size, JOB_BYTES), device)
-    return held[:size]
+    buffer = getattr(_buffers, "bytes", None)
+    if buffer is None or buffer.numel() < size:
+        buffer = _buffers.bytes = accelerator.staging(max(size, JOB_BYTES), device)
+    return buffer[:size]

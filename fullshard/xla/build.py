@@ -117,7 +117,7 @@ def assemble(
 
 def _inner_units(root: nn.Module, options: Options) -> list[Unit]:
     """The units of modules that were wrapped before."""
-    found = []
+    units = []
     for name, module in root.named_modules():
         unit = getattr(module, "_fullshard_unit", None)
         if isinstance(unit, Unit):
@@ -126,8 +126,8 @@ def _inner_units(root: nn.Module, options: Options) -> list[Unit]:
                     f"{name} is wrapped over {module._fullshard_mesh} and the module around it over {options.mesh}; "
                     f"use one mesh for both"
                 )
-            found.append(unit)
-    return found
+            units.append(unit)
+    return units
 
 
 def _make_units(
@@ -145,7 +145,7 @@ def _make_units(
     plan = plan_model(root, chosen, terms, ignored, known, wrapped)
     modules = dict(root.named_modules())
     existing = {unit.module: unit for unit in inner}
-    made = []
+    units = []
     for unit_plan in plan.units:
         module = modules[unit_plan.name]
         parameters = [_annotated(p, modules, options.mesh) for p in unit_plan.parameters]
@@ -159,8 +159,8 @@ def _make_units(
             unit.parameters = parameters
             if unit.precision == options.precision:
                 unit.output_dtype = None  # one model in one precision, however it was wrapped: its root casts
-        made.append(unit)
-    return made
+        units.append(unit)
+    return units
 
 
 def _annotated(plan: Any, modules: dict[str, nn.Module], mesh: Mesh) -> Annotated:
@@ -170,7 +170,7 @@ def _annotated(plan: Any, modules: dict[str, nn.Module], mesh: Mesh) -> Annotate
         raise UnsupportedError(
             f"{plan.name} is kept in host memory (keep_on_host), which the programs of the XLA compiler cannot read"
         )
-    made = Annotated(plan, Layout.of(mesh, plan.spec, plan.shape), sites)
-    held: list[Any] = [parameters_of(module)[name] for module, name in sites]
-    made.place(next((p for p in held if p not in shard.replaced), held[0]))
-    return made
+    annotated = Annotated(plan, Layout.of(mesh, plan.spec, plan.shape), sites)
+    parameters: list[Any] = [parameters_of(module)[name] for module, name in sites]
+    annotated.place(next((p for p in parameters if p not in shard.replaced), parameters[0]))
+    return annotated

@@ -74,15 +74,15 @@ def check_sharding(settings: Any) -> None:
     _check_keys(settings.xla_fsdp_settings or {}, settings.mixed_precision)
 
 
-def _check_keys(given: Mapping[str, Any], precision: str) -> None:
-    for key, value in given.items():
+def _check_keys(options: Mapping[str, Any], precision: str) -> None:
+    for key, value in options.items():
         if key not in REFUSED and key not in HONORED:
             raise ConfigError(f"xla_fsdp_settings: unknown key {key!r}{nearest(key, (*REFUSED, *HONORED))}")
         if key in REFUSED and not _is_default(value, REFUSED[key][0]):
             raise ConfigError(f"xla_fsdp_settings: {key}: {value!r} is not supported: {REFUSED[key][1]}")
-        if key in HONORED and value is not None and _dtype(given, key) is None:
+        if key in HONORED and value is not None and _dtype(options, key) is None:
             raise ConfigError(f"xla_fsdp_settings: {key} is {value!r}; choose float32 or bfloat16")
-    computes = _dtype(given, "compute_dtype")
+    computes = _dtype(options, "compute_dtype")
     if computes is not None and precision not in ("no", PRECISION[computes]):
         raise ConfigError(
             f"xla_fsdp_settings: compute_dtype: {computes} and mixed_precision: {precision} contradict each other; "
@@ -102,8 +102,8 @@ def buffer_dtype(settings: Any) -> str | None:
     return _dtype(settings.xla_fsdp_settings or {}, "buffer_dtype")
 
 
-def _dtype(given: Mapping[str, Any], key: str) -> str | None:
-    name = str(given.get(key)).removeprefix("torch.")
+def _dtype(options: Mapping[str, Any], key: str) -> str | None:
+    name = str(options.get(key)).removeprefix("torch.")
     name = {"bf16": "bfloat16", "fp32": "float32"}.get(name, name)
     return name if name in PRECISION else None
 

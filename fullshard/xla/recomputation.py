@@ -81,8 +81,8 @@ class _Call:
 
     def _put_barrier(self) -> None:
         inputs = list(tensors_in((self.function.args, self.function.keywords)))
-        held = [t for module in _modules_of(self.function) for t in (*module.parameters(), *module.buffers())]
-        behind = {id(t): t for t in (*inputs, *self.gradients, *held) if t.device.type == "xla"}
+        own = [t for module in _modules_of(self.function) for t in (*module.parameters(), *module.buffers())]
+        behind = {id(t): t for t in (*inputs, *self.gradients, *own) if t.device.type == "xla"}
         _xm().optimization_barrier_(list(behind.values()))
         self.gradients.clear()
 

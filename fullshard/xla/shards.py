@@ -49,15 +49,15 @@ def read(t: torch.Tensor) -> list[HostPiece]:
     if layout is None or _parts(layout) == 1:
         copies, copy = (0, 0) if layout is None else (runtime.world_size(), runtime.rank())
         return [HostPiece(tuple(slice(0, size) for size in t.shape), t.detach().cpu(), copies, copy)]
-    held: dict[Key, list[HostPiece]] = {}
+    by_cuts: dict[Key, list[HostPiece]] = {}
     copies = layout.mesh.size() // _parts(layout)
     for padded, name in _compiler._get_local_shards([t])[0]:
         cuts = layout.slices(t.shape, _device_id(name))
         inside = padded[tuple(slice(0, cut.stop - cut.start) for cut in cuts)].contiguous()
         value = inside.view(t.dtype)  # uint16 arrives as int16
-        held.setdefault(key(cuts), []).append(HostPiece(cuts, value, copies, layout.replica_id(_device_id(name))))
+        by_cuts.setdefault(key(cuts), []).append(HostPiece(cuts, value, copies, layout.replica_id(_device_id(name))))
     pieces = []
-    for same in held.values():
+    for same in by_cuts.values():
         alone = len({piece.copy for piece in same}) == copies  # no other process holds this part
         pieces += [HostPiece(same[0].cuts, same[0].value, 1, 0)] if alone else same
     return pieces

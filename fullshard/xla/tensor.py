@@ -291,23 +291,23 @@ def load_local_shards_(t: torch.Tensor, shards: Sequence[LocalShard | torch.Tens
     own = local_shards(t)
     if len(shards) != len(own):
         raise LayoutError(f"{len(shards)} shard(s) given; this process holds {len(own)} of the tensor")
-    data = [(given.data if isinstance(given, LocalShard) else given).detach().cpu().to(t.dtype) for given in shards]
-    for given, old in zip(data, own, strict=True):
-        if given.shape != old.data.shape:
+    data = [(value.data if isinstance(value, LocalShard) else value).detach().cpu().to(t.dtype) for value in shards]
+    for value, old in zip(data, own, strict=True):
+        if value.shape != old.data.shape:
             raise LayoutError(
-                f"the shard given has shape {tuple(given.shape)}; that of device {old.device.index} of the "
+                f"the shard given has shape {tuple(value.shape)}; that of device {old.device.index} of the "
                 f"{tuple(t.shape)} tensor with layout {layout.spec} has shape {tuple(old.data.shape)} (indices "
                 f"{old.indices})"
             )
         first = next(other for other, shard in zip(data, own, strict=True) if shard.indices == old.indices)
-        if not torch.equal(first, given):
+        if not torch.equal(first, value):
             raise LayoutError(
                 f"{layout} puts the same shard on several devices, and they were given different data; pass the same "
                 f"data for each copy of a shard"
             )
     if any(layout.dims):
         names = [name for _, name in _compiler._get_local_shards([t])[0]]
-        _compiler._load_local_shards(t, [_padded(given, layout.shard_shape(t.shape)) for given in data], names)
+        _compiler._load_local_shards(t, [_padded(value, layout.shard_shape(t.shape)) for value in data], names)
     else:
         t.copy_(data[0])
     return t

@@ -41,9 +41,9 @@ class Annotated:
     @property
     def parameter(self) -> nn.Parameter:
         module, name = self.sites[0]
-        held = parameters_of(module)[name]
-        assert held is not None
-        return held
+        tensor = parameters_of(module)[name]
+        assert tensor is not None
+        return tensor
 
     @property
     def shard(self) -> nn.Parameter:
@@ -153,8 +153,8 @@ class _BackwardBarrier(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         import torch_xla.core.xla_model as xm
 
-        made = [p.grad for p in ctx.module.parameters() if p.grad is not None]
-        xm.optimization_barrier_([t for t in (*made, *grads) if t is not None and is_xla_tensor(t)])
+        gradients = [p.grad for p in ctx.module.parameters() if p.grad is not None]
+        xm.optimization_barrier_([t for t in (*gradients, *grads) if t is not None and is_xla_tensor(t)])
         return None, *grads
 
 

@@ -22,8 +22,8 @@ def summon_full_params(model: ShardedModel, writeback: bool, offload_to_cpu: boo
         yield  # already inside another one
         return
     runtime.sync()
-    held = [(p, p.parameter) for p in model.parameters]
-    for p, stored in held:
+    stored_values = [(p, p.parameter) for p in model.parameters]
+    for p, stored in stored_values:
         whole = full_tensor(stored)
         p.hold(nn.Parameter(whole if offload_to_cpu else whole.to(runtime.device()), stored.requires_grad))
     model.summoned = True
@@ -31,13 +31,13 @@ def summon_full_params(model: ShardedModel, writeback: bool, offload_to_cpu: boo
         yield
         if writeback:
             with torch.no_grad():
-                for p, stored in held:
+                for p, stored in stored_values:
                     current = full_tensor(p.parameter).to(stored.dtype)
                     if not torch.equal(current, full_tensor(stored)):  # a write invalidates what autograd saved
                         stored.copy_(current)
     finally:
         model.summoned = False
-        for p, stored in held:
+        for p, stored in stored_values:
             p.hold(stored)
         model.settle()
 
@@ -46,15 +46,15 @@ def full_state_dict(model: Any, rank0_only: bool, cpu: bool) -> dict[str, torch.
     """Whole values, read one parameter at a time."""
     keeps = not rank0_only or runtime.is_main()
     runtime.sync()
-    made: dict[int, torch.Tensor] = {}  # tied values stay one tensor
+    copies: dict[int, torch.Tensor] = {}  # tied values stay one tensor
     out: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
-            if id(value) not in made:
+            if id(value) not in copies:
                 whole = full_tensor(value.detach())  # all processes take part
                 whole = whole if is_xla_tensor(value) or value.is_meta else whole.clone()
-                made[id(value)] = whole if cpu else whole.to(runtime.device())
-            value = made[id(value)]
+                copies[id(value)] = whole if cpu else whole.to(runtime.device())
+            value = copies[id(value)]
         if keeps:
             out[name] = value
     return out
@@ -63,8 +63,8 @@ def full_state_dict(model: Any, rank0_only: bool, cpu: bool) -> dict[str, torch.
 def give_memory(model: ShardedModel, part: Any, values: Mapping[str, Any]) -> None:
     """Allocate parameters on the meta device for which a state dict of `part` has values."""
     prefix = model.names[part]
-    given = {f"{prefix}.{name}" if prefix else name for name in values}
+    names = {f"{prefix}.{name}" if prefix else name for name in values}
     for p in model.parameters:
-        if p.parameter.is_meta and given.intersection(p.plan.names):
+        if p.parameter.is_meta and names.intersection(p.plan.names):
             empty = torch.zeros(p.plan.shape, dtype=dtype_of(p.plan.dtype))
             p.place(nn.Parameter(empty, requires_grad=p.parameter.requires_grad))

@@ -12,9 +12,9 @@ from torch import nn
 from fullshard.config.errors import FSDPError
 from fullshard.fsdp import FSDPv2, backward_entry, uneven_batches
 from tests.fsdp.programs import Block, Stack, mesh_for, mine
-from tests.fsdp.test_corners import assert_same_gradients, data, every_strategy, pair
-from tests.fsdp.test_habits import both
-from tests.fsdp.test_ways import _Auxiliaries, _Auxiliary, run
+from tests.fsdp.test_forward_backward import _Auxiliaries, _Auxiliary, run
+from tests.fsdp.test_silent_errors import assert_same_gradients, data, every_strategy, pair
+from tests.fsdp.test_training_scripts import both
 from tests.pool import ranks
 
 # --- tensors taken from inside ----------------------------------------------------------------------------------------

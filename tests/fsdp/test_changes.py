@@ -12,9 +12,9 @@ from fullshard.config.errors import FSDPError, LayoutError
 from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2
 from tests.fsdp.programs import Block, Stack, mesh_for
-from tests.fsdp.test_corners import assert_same_values, data, every_strategy, pair
-from tests.fsdp.test_habits import both, two_strategies
-from tests.fsdp.test_ways import loss_backward, run
+from tests.fsdp.test_forward_backward import loss_backward, run
+from tests.fsdp.test_silent_errors import assert_same_values, data, every_strategy, pair
+from tests.fsdp.test_training_scripts import both, two_strategies
 from tests.pool import ranks
 
 

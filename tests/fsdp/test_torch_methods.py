@@ -22,7 +22,7 @@ from fullshard.hf import torch_fsdp
 from fullshard.hf.patches import TORCH_FSDP
 from fullshard.spmd import get_1d_mesh, is_sharded
 from tests.fsdp.programs import Block, Stack, mesh_for
-from tests.fsdp.test_corners import data
+from tests.fsdp.test_silent_errors import data
 from tests.pool import ranks
 
 OWN = {"clip_grad_norm_", "no_sync", "summon_full_params", "apply", "forward", "named_buffers", "named_parameters"}

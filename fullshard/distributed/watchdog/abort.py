@@ -57,12 +57,12 @@ def take_over() -> None:
 
 def _abortable() -> list[Any]:
     """The process groups in which this rank's tensors are carried by a backend that can abort (NCCL)."""
-    found = []
+    abortable = []
     for group in all_groups():
         with contextlib.suppress(Exception):  # a group that is being destroyed
             if _can_abort(group):
-                found.append(group)
-    return found
+                abortable.append(group)
+    return abortable
 
 
 def _can_abort(group: Any) -> bool:

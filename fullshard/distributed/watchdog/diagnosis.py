@@ -51,8 +51,8 @@ class RankStatus:
 
     @classmethod
     def parse(cls, text: str) -> RankStatus:
-        found = parse(text)
-        return cls(**{**found, "waits": [Wait(**wait) for wait in found["waits"]]})
+        fields = parse(text)
+        return cls(**{**fields, "waits": [Wait(**wait) for wait in fields["waits"]]})
 
 
 @dataclass(frozen=True)
@@ -88,34 +88,34 @@ def find_failure(
             members.setdefault(key, []).append(rank)
         for wait in status.waits:
             waiting.setdefault((wait.key, wait.number), []).append((rank, wait))
-    gone = [found for found in liveness.values() if _is_gone(found, connection_broke)]
+    gone = [peer for peer in liveness.values() if _is_gone(peer, connection_broke)]
     for (key, number), waiters in waiting.items():
         rank, wait = waiters[0]
-        for found in gone:
-            if found.state != "exited" or not wait.external and _is_missed(found, key, number, statuses):
-                return Failure(f"rank {rank} waits in {wait.what}, but {found}", rank_lost=True, at=wait.what)
+        for peer in gone:
+            if peer.state != "exited" or not wait.external and _is_missed(peer, key, number, statuses):
+                return Failure(f"rank {rank} waits in {wait.what}, but {peer}", rank_lost=True, at=wait.what)
         for other in members.get(key, ()):
             if other != rank and (difference := _difference(rank, wait, other, waiters, statuses)):
                 return Failure(difference, rank_lost=False)
     return None
 
 
-def _is_gone(found: Liveness, connection_broke: bool) -> bool:
-    return found.state in ("dead", "lost", "exited") or connection_broke and found.state in ("silent", "stopped")
+def _is_gone(peer: Liveness, connection_broke: bool) -> bool:
+    return peer.state in ("dead", "lost", "exited") or connection_broke and peer.state in ("silent", "stopped")
 
 
-def _is_missed(found: Liveness, key: str, number: int, statuses: Mapping[int, RankStatus]) -> bool:
+def _is_missed(peer: Liveness, key: str, number: int, statuses: Mapping[int, RankStatus]) -> bool:
     """Whether an operation waits for a rank that has exited."""
-    status = statuses.get(found.rank)
-    return is_member(found.rank, key) and (status is None or status.last.get(key, 0) < number)
+    status = statuses.get(peer.rank)
+    return is_member(peer.rank, key) and (status is None or status.last.get(key, 0) < number)
 
 
 def is_member(rank: int, key: str) -> bool:
     """Whether a rank belongs to a communicator, judging by its key (see `groups.short_name`); True if unknown."""
-    found = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?", key.rpartition("/")[2])
-    if found is None:
+    match = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?", key.rpartition("/")[2])
+    if match is None:
         return True
-    first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
+    first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
     return rank in range(first, last + 1, step)
 
 
@@ -167,11 +167,11 @@ def _state_of(
     wait: Wait, late: list[int], elsewhere: list[int], ranks: Sequence[int], statuses: Mapping[int, RankStatus]
 ) -> str:
     """Which ranks have entered an operation."""
-    found = [f"not entered by rank(s) {_named(late)}"] if late else []
+    clauses = [f"not entered by rank(s) {_named(late)}"] if late else []
     if elsewhere:
-        found.append(f"rank(s) {_named(elsewhere)} entered another operation in its place")
-    if found:
-        return ", ".join(found)
+        clauses.append(f"rank(s) {_named(elsewhere)} entered another operation in its place")
+    if clauses:
+        return ", ".join(clauses)
     after = _operations_from(wait, ranks, statuses).values()
     parted = any(len({kind_of(what) for what in entered.values()}) > 1 for entered in after)
     return "all ranks have entered it" + (", and different operations after it" if parted else "")

@@ -40,14 +40,14 @@ class ExternalWaits:
 
     def scan(self, now: float) -> None:
         """Find the threads that are blocked, and since when. Frames are not kept: they hold tensors."""
-        found = {}
+        waits = {}
         for thread, frame in sys._current_frames().items():
             if frame.f_code.co_filename.startswith(DISTRIBUTED) and thread != threading.get_ident():
                 instruction = (frame.f_code, frame.f_lasti)
                 before = self.by_thread.get(thread)
                 same = before is not None and before.instruction == instruction
-                found[thread] = before if before and same else ExternalWait(instruction, now, _describe(frame))
-        self.by_thread = found
+                waits[thread] = before if before and same else ExternalWait(instruction, now, _describe(frame))
+        self.by_thread = waits
 
     def longest(self, excluding: int | None = None) -> ExternalWait | None:
         """The longest wait, without that of the thread `excluding`, whose wait the watchdog records itself."""

@@ -99,13 +99,13 @@ class Investigation:
         ranks = list(operation.log.ranks)
         statuses = self.messages.read_statuses(now)
         answers = {rank: status for rank, status in statuses.items() if status.request >= self.messages.request}
-        found = find_failure(answers, self.messages.liveness)
-        if found is not None and found.text == self._suspicion:
+        failure = find_failure(answers, self.messages.liveness)
+        if failure is not None and failure.text == self._suspicion:
             # Seen twice: no status was merely out of date.
-            text = f"{found.text}\n{self._describe(wait, ranks, statuses)}"
-            self.messages.end_run(Failure(text, found.rank_lost, found.at))
+            text = f"{failure.text}\n{self._describe(wait, ranks, statuses)}"
+            self.messages.end_run(Failure(text, failure.rank_lost, failure.at))
             return
-        self._suspicion = "" if found is None else found.text
+        self._suspicion = "" if failure is None else failure.text
         again = self._reported[0] is not operation or now - self._reported[1] > REPEAT_AFTER
         if wait.seconds < REPORT_AFTER or not again:
             return
@@ -130,12 +130,12 @@ class Investigation:
         """Find the rank that is gone after a connection broke. It may be on another node and only become silent."""
         messages, ranks = self.messages, broken.ranks
         known = [messages.liveness[rank] for rank in ranks if rank in messages.liveness]
-        gone = [found for found in known if found.state not in ("back", "busy")]
-        if all(found.state == "exited" for found in gone) and len(ranks) <= CHECKED_DIRECTLY:
+        gone = [peer for peer in known if peer.state not in ("back", "busy")]
+        if all(peer.state == "exited" for peer in gone) and len(ranks) <= CHECKED_DIRECTLY:
             gone += self._check_directly(ranks, broken.timed_out)
         cannot = f"rank {messages.rank} cannot continue in {broken.what}"
         if gone:
-            worst = min(gone, key=lambda found: ("dead", "lost", "silent", "stopped", "exited").index(found.state))
+            worst = min(gone, key=lambda peer: ("dead", "lost", "silent", "stopped", "exited").index(peer.state))
             if worst.state == "exited" and messages.heard_failure(now):
                 return  # it had a reason, and has published it
             why = f" ({broken.reason})" if broken.timed_out else ""
@@ -157,11 +157,11 @@ class Investigation:
     def _check_directly(self, ranks: tuple[int, ...], stopped: bool) -> list[Liveness]:
         """Ranks that have exited or whose processes on this node have ended (or are `stopped`), before the ring
         notices."""
-        found = self.messages.store.read([f"{kind}/{rank}" for rank in ranks for kind in ("process", "beat")])
+        entries = self.messages.store.read([f"{kind}/{rank}" for rank in ranks for kind in ("process", "beat")])
         gone = []
         for rank in ranks:
-            beat = found.get(f"beat/{rank}", "")
-            process = found.get(f"process/{rank}")
+            beat = entries.get(f"beat/{rank}", "")
+            process = entries.get(f"process/{rank}")
             position = beat.partition(" ")[2]
             state = state_of(Process.parse(process)) if process else ""
             if beat.startswith("exited"):

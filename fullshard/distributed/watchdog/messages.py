@@ -66,10 +66,10 @@ class Messages:
         if (request := int(values.get("request", 0))) > self.request:
             self.request, self._answer_until = request, now + ANSWER_FOR
         if "failure" in values:
-            found = parse(values["failure"])
-            if (number := found.pop("number")) > self._failures_read:
+            failure = parse(values["failure"])
+            if (number := failure.pop("number")) > self._failures_read:
                 self._failures_read = number
-                rank_state.set_failure(Failure(**found))
+                rank_state.set_failure(Failure(**failure))
 
     def _publish_news(self) -> None:
         self.store.add("news", 1)

@@ -105,7 +105,7 @@ class OperationLog:
 
         Only what `device_work.is_done` needs is kept, until the work is done.
         """
-        probes = [probe(work) for found in works for work in getattr(found, "works", [found])]
+        probes = [probe(work) for item in works for work in getattr(item, "works", [item])]
         self.followed.append((operation, probes, time.monotonic()))
 
 
@@ -267,16 +267,16 @@ def wait_until_issued() -> None:
 
 def waits(now: float) -> list[tuple[Operation, Wait]]:
     """What this rank waits for, longest first."""
-    found = []
+    pending = []
     waiting = current.waiting
     if waiting is not None:
-        found.append((waiting[0], now - waiting[1], False))
+        pending.append((waiting[0], now - waiting[1], False))
     for log in list(current.logs.values()):
         operation, since = log.oldest
         if operation is not None:
-            found.append((operation, now - since, True))
-    found.sort(key=lambda one: -one[1])
-    waits = [(op, Wait(op.log.key, op.number, op.what, seconds, on_device)) for op, seconds, on_device in found]
+            pending.append((operation, now - since, True))
+    pending.sort(key=lambda one: -one[1])
+    waits = [(op, Wait(op.log.key, op.number, op.what, seconds, on_device)) for op, seconds, on_device in pending]
     # An external wait comes last: less is known about it.
     external = current.external.longest(None if waiting is None else threading.main_thread().ident)
     if external is not None:

@@ -55,10 +55,10 @@ class WatchThreads:
             return None
         with contextlib.suppress(Exception):
             store = store.clone()  # a connection of its own, where the store has such: no other wait blocks it
-        made = cls(store, world)
-        for thread in made._threads:
+        watch = cls(store, world)
+        for thread in watch._threads:
             thread.start()
-        return made
+        return watch
 
     def running(self) -> bool:
         return dist.group.WORLD is self.world and not self._stop.is_set()

@@ -1,4 +1,4 @@
-"""What people do with a model, done to a wrapped one: it works as on one device, or is refused at once."""
+"""What training scripts do with a wrapped model (optimizers, hooks, casts): as on one device, or refused at once."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ from fullshard.config.errors import FSDPError
 from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, MixedPrecision, ShardingStrategy
 from tests.fsdp.programs import Block, Stack, llama, mesh_for, mine
-from tests.fsdp.test_corners import DOUBLE, assert_same_gradients, assert_same_values, data, every_strategy, pair
+from tests.fsdp.test_silent_errors import DOUBLE, assert_same_gradients, assert_same_values, data, every_strategy, pair
 from tests.pairwise import thinned
 from tests.pool import ranks
 

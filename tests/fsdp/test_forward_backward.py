@@ -1,4 +1,4 @@
-"""Ways in which programs use a model and its tensors, against one device, on every strategy."""
+"""Variants of forward and backward (outputs, freezing, other passes) against one device, on every strategy."""
 
 import contextlib
 import dataclasses
@@ -14,8 +14,8 @@ from fullshard.config.errors import FSDPError
 from fullshard.fsdp import checkpoint_module
 from fullshard.spmd.tensor_tree import tensors_in
 from tests.fsdp.programs import Block, Stack, build, mine, sharded
-from tests.fsdp.test_corners import assert_same_gradients, assert_same_values, data, every_strategy, pair
-from tests.fsdp.test_habits import both
+from tests.fsdp.test_silent_errors import assert_same_gradients, assert_same_values, data, every_strategy, pair
+from tests.fsdp.test_training_scripts import both
 from tests.pool import ranks
 
 

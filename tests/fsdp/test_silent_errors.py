@@ -1,4 +1,4 @@
-"""Programs in which a sharded model could go wrong without a word: each equals one device, or is refused."""
+"""Programs in which a sharded model could be silently wrong: each equals one device, or is refused."""
 
 import contextlib
 import dataclasses
