@@ -1,8 +1,8 @@
 """docs/troubleshooting.md quotes messages that exist, and has every message that does not itself say what to do.
 
-A message says what to do by `expected …`, or by a clause that begins with a verb: `…; use …`, `…. Remove …`, `…, or set …`.
-The page may quote such a message too, where its cause needs explaining; an entry may not send the reader back to the
-message. Messages are read from the source: the text that a `UserError` or a warning is made with, `…` for what it fills in.
+A message says what to do by `expected …`, or by a clause that begins with a verb: `…; use …`, `…. Remove …`. The page
+may quote such a message too, where its cause needs explaining; an entry may not send the reader back to the message.
+Messages are read from the source: the text that a `UserError` or a warning is made with, `…` for what it fills in.
 """
 
 import ast
@@ -28,14 +28,14 @@ FILLED_IN = "\0"
 LEAST = 10  # letters of a message that an entry must quote
 MOST = 16  # messages that one entry may stand for: that of the shared "expected …, got …" of all options
 
-VERBS = (
-    "add annotate ask build call cast change check choose close copy correct convert delete drop export free freeze give "
-    "install keep leave let load lower make mark merge move name open pass prepare print put quantize raise read remove "
-    "rename resume return run save see select set shard shorten start take train try turn unset update upgrade use wrap "
-    "write"
-).split()
+VERBS = """
+    add annotate ask build call cast change check choose close copy correct convert delete drop
+    export free freeze give install keep leave let load lower make mark merge move name open pass
+    prepare print put quantize raise read remove rename resume return run save see select set shard
+    shorten start take train try turn unset update upgrade use wrap write
+"""
 """What a message asks for."""
-ADVICE = re.compile(rf"\bexpected\b|(?:^|[;.:(] |,? or )(?:{'|'.join(VERBS)}) \S", re.IGNORECASE)
+ADVICE = re.compile(rf"\bexpected\b|(?:^|[;.:(] |,? or )(?:{'|'.join(VERBS.split())}) \S", re.IGNORECASE)
 
 PASSED_ON = {
     "distributed/watchdog/rank_state.py": "a failure found by investigate.py, threads.py or diagnosis.py",
@@ -221,8 +221,8 @@ def test_every_message_says_what_to_do_or_has_an_entry():
     lacking = [m for m in silent if not any(fits(quote).search(m.text) for quote in quotes())]
     assert len(silent) > 300, "too few for a test that can fail"
     assert not lacking, (
-        f"{len(lacking)} message(s) that do not say what to do, and have no entry. Say it in the message, or add a row to "
-        "docs/troubleshooting.md that quotes a part (`…` for what is filled in), why it comes and what to do:\n"
+        f"{len(lacking)} message(s) that do not say what to do and have no entry. Say it in the message, or add a row "
+        "to docs/troubleshooting.md that quotes a part (`…` for what is filled in), why it comes and what to do:\n"
         + "\n".join(map(str, lacking))
     )
 
