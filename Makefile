@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 PART ?=
 XLA_PYTHON ?=
 
-.PHONY: help quickstart check test test-all test-gpu test-xla lint bench clean
+.PHONY: help quickstart check test test-all test-gpu test-xla lint docs bench clean
 
 help:
 	@echo "make quickstart   set up, then fine-tune a small model on 2 CPU ranks and compare its answers"
@@ -22,8 +22,9 @@ help:
 	@echo "make test-xla     the tests of the XLA engine, on 4 CPU devices, in an environment of its own (.venv-xla, about"
 	@echo "                  7 GB; XLA_PYTHON=... names another one); some also start the torch engine"
 	@echo "make lint         ruff and mypy"
+	@echo "make docs         build the site of the documents into site/ (tools in .venv-docs)"
 	@echo "make bench        run the benchmarks"
-	@echo "make clean        remove .venv, .venv-xla, caches and the quickstart's output"
+	@echo "make clean        remove .venv, .venv-xla, .venv-docs, site, caches and the quickstart's output"
 
 quickstart:
 	@$(ENVIRONMENT); $$py -m quickstart.run
@@ -48,6 +49,9 @@ test-xla:
 lint:
 	@$(ENVIRONMENT); $$py -m ruff check . && $$py -m ruff format --check . && $$py -m mypy
 
+docs:
+	@py=$$($(PYTHON) tools/environment.py docs) || exit 1; $$py -m mkdocs build
+
 bench:
 	@$(ENVIRONMENT); \
 	export OMP_NUM_THREADS=1; \
@@ -57,5 +61,5 @@ bench:
 	$$py -m torch.distributed.run --nproc_per_node 1 benchmarks/weights_gpu.py; fi
 
 clean:
-	rm -rf .venv .venv-xla .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info quickstart/out
+	rm -rf .venv .venv-xla .venv-docs site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info quickstart/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -223,8 +223,46 @@ def test_links_and_pictures_lead_somewhere(page):
 
 
 def test_every_page_can_be_found_from_the_readme():
-    linked = re.findall(r"\]\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text())
+    linked = re.findall(r"\]\(docs/([\w.-]+\.md)", (ROOT / "README.md").read_text())
     assert {page.name for page in PAGES[1:]} == set(linked)
+
+
+def test_every_page_says_first_what_one_can_do_after_reading_it():
+    bare = [
+        page.name for page in PAGES[1:] if not re.match(r"# .+\n\nAfter reading this page you can ", page.read_text())
+    ]
+    assert not bare, bare
+
+
+def test_the_site_has_every_page_once():
+    """`make docs` checks it too, and needs MkDocs, which `make test` does not install."""
+    listed = re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted([*(page.name for page in PAGES[1:]), "index.md", "changelog.md", "benchmarks.md"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_are_read_alike_in_the_repository_and_on_the_site(page):
+    """GitHub takes any indentation below an item, and an item right after a paragraph; the site takes neither."""
+    lines = page.read_text().splitlines()
+    fences = [line for line in lines if re.match(r" +```", line)]
+    assert not [line for line in fences if (len(line) - len(line.lstrip())) % 4], "indent by 4 below an item"
+    text = _without_blocks(page).splitlines()
+    items = [i for i, line in enumerate(text) if re.match(r" *(?:[-*]|\d+\.) ", line)]
+    joined = [text[i] for i in items if text[i - 1].strip() and i - 1 not in items and not text[i - 1].startswith("  ")]
+    assert not joined, "leave a line before the list"
+    assert not [text[i] for i in items if (len(text[i]) - len(text[i].lstrip())) % 4], "indent by 4 below an item"
+
+
+def test_files_of_the_package_mentioned_in_the_text_exist():
+    rooms = [folder.name for folder in (ROOT / "fullshard").iterdir() if (folder / "__init__.py").exists()]
+    pages = [page for page in PAGES if not page.name.startswith("release-")]  # what a release had may have moved since
+    absent = []
+    for page in pages:
+        for name in re.findall(rf"`((?:{'|'.join(rooms)})/[\w/]*(?:\.py)?)`", _without_blocks(page)):
+            place = ROOT / "fullshard" / name
+            if not place.exists() and not place.with_suffix(".py").exists():
+                absent.append(f"{page.name}: {name}")
+    assert not absent, absent
 
 
 def test_files_mentioned_in_the_text_exist():

@@ -1,5 +1,7 @@
-"""docs/troubleshooting.md quotes messages that exist, and every message a user can meet has an entry there.
+"""docs/troubleshooting.md quotes messages that exist, and has every message that does not itself say what to do.
 
+A message says what to do by `expected …`, or by a clause that begins with a verb: `…; use …`, `…. Remove …`. The page
+may quote such a message too, where its cause needs explaining; an entry may not send the reader back to the message.
 Messages are read from the source: the text that a `UserError` or a warning is made with, `…` for what it fills in.
 """
 
@@ -25,6 +27,15 @@ ERRORS = {
 FILLED_IN = "\0"
 LEAST = 10  # letters of a message that an entry must quote
 MOST = 16  # messages that one entry may stand for: that of the shared "expected …, got …" of all options
+
+VERBS = """
+    add annotate ask build call cast change check choose close copy correct convert delete drop
+    export free freeze give install keep leave let load lower make mark merge move name open pass
+    prepare print put quantize raise read remove rename resume return run save see select set shard
+    shorten start take train try turn unset update upgrade use wrap write
+"""
+"""What a message asks for."""
+ADVICE = re.compile(rf"\bexpected\b|(?:^|[;.:(] |,? or )(?:{'|'.join(VERBS.split())}) \S", re.IGNORECASE)
 
 PASSED_ON = {
     "distributed/watchdog/rank_state.py": "a failure found by investigate.py, threads.py or diagnosis.py",
@@ -200,12 +211,47 @@ def test_a_quote_is_long_enough_to_tell_messages_apart():
     assert not wide, f"quotes that fit more than {MOST} messages say nothing of any: {wide}"
 
 
-def test_every_message_has_an_entry():
-    lacking = [m for m in messages()[0] if not any(fits(quote).search(m.text) for quote in quotes())]
+def says_what_to_do(text: str) -> bool:
+    """Whether a message names what was expected, or has a clause that begins with one of `VERBS`."""
+    return bool(ADVICE.search(text.replace("\n", " ")))
+
+
+def test_every_message_says_what_to_do_or_has_an_entry():
+    silent = [m for m in messages()[0] if not says_what_to_do(m.text)]
+    lacking = [m for m in silent if not any(fits(quote).search(m.text) for quote in quotes())]
+    assert len(silent) > 300, "too few for a test that can fail"
     assert not lacking, (
-        f"{len(lacking)} message(s) without an entry; add a row to docs/troubleshooting.md that quotes a part of each "
-        "(`…` for what is filled in), why it comes and what to do:\n" + "\n".join(map(str, lacking))
+        f"{len(lacking)} message(s) that do not say what to do and have no entry. Say it in the message, or add a row "
+        "to docs/troubleshooting.md that quotes a part (`…` for what is filled in), why it comes and what to do:\n"
+        + "\n".join(map(str, lacking))
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "does"),
+    [
+        (f"port {FILLED_IN} is in use; take another", True),
+        (f"{FILLED_IN}: expected a number", True),
+        ("the two are both on. Leave one of them out.", True),
+        ("give processing_class=", True),
+        (f"port {FILLED_IN} is in use", False),
+        (f"the name {FILLED_IN} is set twice; the used value is the first", False),
+        ("unexpected keys", False),
+    ],
+)
+def test_which_messages_say_what_to_do(text, does):
+    assert says_what_to_do(text) == does
+
+
+def test_no_entry_sends_the_reader_back_to_the_message():
+    empty = []
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 3 and cells[0].startswith("`"):
+            todo = cells[2].removesuffix(".")
+            if not todo or re.match(r"(?:as|what) (?:it|the message) says|(?:one|some) of (?:these|those)$", todo):
+                empty.append(line)
+    assert not empty, "say what to do, or leave the row out:\n" + "\n".join(empty)
 
 
 def test_texts_that_only_a_run_can_tell_are_those_known():

@@ -12,6 +12,8 @@ Run by the active interpreter (`python` on the path), with the standard library 
 With the argument `xla` it is `.venv-xla`, which always gets everything, at the versions of `constraints-xla.txt`: the
 XLA engine needs another torch.
 
+With the argument `docs` it is `.venv-docs`, with what builds the site of the documents and nothing else.
+
 With the argument `gpu` an interpreter counts as complete without what the GPU tests do not need (data sets, linters,
 oracles, charts): machines with GPUs are often closed to the outside.
 """
@@ -26,12 +28,14 @@ import sysconfig
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOR_XLA = sys.argv[1:] == ["xla"]
-VENV = ROOT / (".venv-xla" if FOR_XLA else ".venv")
+FOR_DOCS = sys.argv[1:] == ["docs"]
+VENV = ROOT / (".venv-xla" if FOR_XLA else ".venv-docs" if FOR_DOCS else ".venv")
 CONSTRAINTS = ROOT / ("constraints-xla.txt" if FOR_XLA else "constraints.txt")
-EXTRA = "xla" if FOR_XLA else "dev"
+EXTRA = "xla" if FOR_XLA else "docs" if FOR_DOCS else "dev"
 TORCH_ENGINE = (2, 11)  # pyproject.toml asks for the torch of the XLA engine, which is older
 NOT_ON_GPUS = {"datasets", "hypothesis", "expecttest", "ruff", "mypy", "bitsandbytes", "vl-convert-python"}
 STAMP = VENV / "fullshard-stamp"  # two lines: what was installed, and over which interpreter
@@ -47,7 +51,7 @@ def main() -> None:
     stamped = STAMP.read_text().splitlines() if STAMP.is_file() else ["", ""]
     if Path(sys.prefix).resolve() == VENV.resolve():  # activated by the user
         base = stamped[1]
-    elif FOR_XLA:
+    elif FOR_XLA or FOR_DOCS:
         base = ""
     else:
         spared = NOT_ON_GPUS if sys.argv[1:] == ["gpu"] else set()
@@ -67,11 +71,16 @@ def main() -> None:
     print(python)
 
 
-def wanted() -> dict[str, tuple[int, ...]]:
-    """The packages that `pyproject.toml` asks for, `dev` included, with the least version of each."""
+def project_table() -> dict[str, Any]:
+    """The table `project` of `pyproject.toml`."""
     import tomllib
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def wanted() -> dict[str, tuple[int, ...]]:
+    """The packages that `pyproject.toml` asks for, `dev` included, with the least version of each."""
+    project = project_table()
     requirements = project["dependencies"] + project["optional-dependencies"]["dev"]
     least = {name: numbers(version) for name, version in (requirement.split(">=") for requirement in requirements)}
     return least | {"torch": TORCH_ENGINE}
@@ -97,11 +106,12 @@ def install(python: Path, layered: bool) -> None:
         if paths:
             (site / "fullshard-base.pth").write_text("\n".join(sorted(paths)) + "\n")
         constraints = [line for line in constraints if not fits(line.split("==")[0])]
-    say(f"installing fullshard and what it needs into {VENV.name}")
+    packages = project_table()["optional-dependencies"]["docs"] if FOR_DOCS else ["-e", f"{ROOT}[{EXTRA}]"]
+    say(f"installing {'what builds the documents' if FOR_DOCS else 'fullshard and what it needs'} into {VENV.name}")
     with tempfile.TemporaryDirectory() as folder:
         pins = Path(folder) / "constraints.txt"
         pins.write_text("\n".join(constraints) + "\n")
-        command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(pins), "-e", f"{ROOT}[{EXTRA}]"]
+        command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(pins), *packages]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             sys.exit("fullshard: the installation failed; see pip's message above")
 

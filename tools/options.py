@@ -57,6 +57,8 @@ PAGES: list[tuple[str, str, Sequence[Option]]] = [
 IN_SCRIPTS = {one.name: one for one in options_of(SFTConfig)}
 HEAD = """# Options
 
+After reading this page you can look up every flag, key and environment variable: its meaning, values and default.
+
 Written by `tools/options.py` from the typed configuration classes. Flags take hyphens or underscores.
 [launch.md](launch.md) explains the first three tables.
 """
