@@ -27,8 +27,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point the links of a page at pages of the site."""
+    """Point the links of a page at pages of the site, and write `|` in the code of tables as the site reads it."""
     here = PLACES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    rows = re.compile(r"^\|.*", re.MULTILINE)
+    markdown = rows.sub(lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
     return re.sub(
         r"\]\(([^)\s#]+)(#[^)\s]*)?\)", lambda link: f"]({site_link(here, link[1])}{link[2] or ''})", markdown
     )
