@@ -149,7 +149,7 @@ def test_options_and_methods_give_what_they_give_in_one_process(tmp_path):
 
 
 def test_a_script_may_use_the_static_methods_of_torch_s_fsdp(tmp_path):
-    launched(ROOT / "tests" / "integrations" / "fsdp1_idioms.py", "--output_dir", tmp_path)
+    launched(ROOT / "tests" / "hf" / "fsdp1_idioms.py", "--output_dir", tmp_path)
     found = result(tmp_path)
     assert found["kinds"] == ["Tensor"] and found["same"] and found["summoned"] and found["untouched"] == []
     assert "optim_state_dict() of torch's FSDP is not served by FSDPv2: use" in found["refused"]
