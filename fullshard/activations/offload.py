@@ -93,6 +93,7 @@ class HostBuffers:
         return best
 
     def give(self, buffer: torch.Tensor) -> None:
+        """Return a buffer for reuse."""
         self.free.append(buffer)
 
     def release(self) -> None:

@@ -65,6 +65,7 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
+        """The size of the whole tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -85,6 +86,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
+        """The size of the checkpoint's files in bytes."""
         return sum(file.bytes for file in self.files)
 
     def dumps(self) -> str:
@@ -300,6 +302,7 @@ def check_files(directory: Path, manifest: Manifest, verify: bool) -> None:
 
 
 def step_name(step: int) -> str:
+    """The directory name of a step's checkpoint."""
     return f"step-{step}"
 
 

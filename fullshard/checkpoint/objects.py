@@ -181,6 +181,7 @@ def check_state(state: Any) -> None:
 
 
 def models_in(state: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The models of a training state by name."""
     return {name: value for name, value in state.items() if kind_of(value) == "model"}
 
 

@@ -73,6 +73,7 @@ def make_directory(path: Path) -> None:
 
 
 def write_manifest(directory: Path, manifest: manifests.Manifest) -> None:
+    """Write the manifest of a checkpoint and flush it to the disk."""
     with open(directory / manifests.MANIFEST, "x", encoding="utf-8") as file:
         file.write(manifest.dumps())
         file.flush()

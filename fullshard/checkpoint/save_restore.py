@@ -81,6 +81,7 @@ class HostBuffer:
             self._memory = accelerator.host_memory((size,), torch.uint8)
 
     def release(self) -> None:
+        """Free the buffer's memory."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
@@ -99,10 +100,12 @@ class AgreedSave:
 
     @property
     def what(self) -> str:
+        """What is saved, for messages."""
         return f"save of checkpoint step {self.step}" if self.step is not None else f"save of {self.place}"
 
     @property
     def hidden(self) -> Path:
+        """The directory that is written before the checkpoint is published."""
         return self.place.with_name(unpublished_name(self.place.name, self.token))
 
 

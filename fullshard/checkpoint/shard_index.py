@@ -53,6 +53,7 @@ class TensorShard:
 
     @property
     def is_plain(self) -> bool:
+        """Whether it is a plain tensor, whose layout is unknown."""
         return self.copies == 0
 
 
@@ -245,10 +246,12 @@ class StagedTensor(TensorToLoad):
         self.staged_bytes = tensor.numel() * tensor.element_size()
 
     def targets(self) -> list[LoadTarget]:
+        """The memory that the tensor's pieces are read into."""
         self._staging = self._shards.stage(self.tensor)
         return [LoadTarget(self.name, memory, starts(cuts)) for cuts, memory in self._staging.parts()]
 
     def finish(self) -> None:
+        """Copy what was read to the tensor."""
         self._staging.commit()
 
 

@@ -298,6 +298,7 @@ def _refuse() -> Any:
 
 
 def as_bool(value: Any) -> bool:
+    """A true-or-false value from its text; `ValueError` for any other text."""
     text = str(value).strip().lower()
     if text not in (*TRUE, *FALSE):
         raise ValueError
@@ -326,6 +327,7 @@ def counting_number(text: str) -> int | None:
 
 
 def as_list(value: Any) -> list[str]:
+    """A list of texts from a sequence or from text with commas."""
     parts = value if isinstance(value, list | tuple | set) else str(value).split(",")
     return [str(part).strip() for part in parts if str(part).strip()]
 

@@ -64,9 +64,11 @@ class TextSettings:
         return None if self.packing and self.wrapped else self.max_length
 
     def reading_of(self, data_set: int | None) -> Reading:
+        """How rows of a data set are read; None stands for the only data set."""
         return self.reading if data_set is None else self.data_sets[data_set][0]
 
     def template_of(self, data_set: int | None) -> str | None:
+        """The chat template of a data set; None stands for the only data set."""
         return self.template if data_set is None else self.data_sets[data_set][1]
 
 

@@ -133,7 +133,8 @@ def check_same(checks: Sequence[int], source: DataSource) -> None:
 class TokenRows(Protocol):
     """Tokenized rows by number: a `TokenTable`, or rows of a stream."""
 
-    def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]: ...
+    def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        """The tokens and loss mask of each document in a row."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class RowOrder:
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of global batches in one epoch."""
         return max(1, self.rows // self.batch) if self.drop_last else -(-self.rows // self.batch)
 
     def step(self, step: int) -> npt.NDArray[np.int64]:
@@ -198,15 +200,18 @@ class TableSampler:
 
     @property
     def batch(self) -> int:
+        """The number of rows in a global batch."""
         return self.order.batch
 
     def pick(self, step: int) -> Pick:
+        """The rows of a step's global batch."""
         rows, done = self.order.step(step), step + 1
         targets, tokens = int(self.table.row_targets[rows].sum()), int(self.table.row_sizes[rows].sum())
         length = self.order.steps_per_epoch
         return Pick(step, rows, self.table, targets, tokens, done / length, done % length == 0)
 
     def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[Pick, None, None]:
+        """The global batches of a range of steps."""
         yield from map(self.pick, range(start, end))
 
 
@@ -310,6 +315,7 @@ class Step:
 
     @property
     def number(self) -> int:
+        """The number of the optimizer step."""
         return self.pick.number
 
 
@@ -326,6 +332,7 @@ class Loader:
         self.size, self.rank, self.world, self.workers = size, rank, world, workers
 
     def load(self, pick: Pick) -> Step:
+        """This rank's micro-batches of a global batch."""
         mine = micro_batch_rows(pick.rows, self.rank, self.world, self.size)
         spare = pick.rows[:1].tolist() if self.repeats_rows else []
         return Step(pick, mine, [self.collator(pick.source, part or spare) for part in mine])

@@ -32,10 +32,12 @@ class PreparedRows:
 
     @property
     def column_names(self) -> list[str]:
+        """The names of the columns, as in `datasets`."""
         return [*COLUMNS, *([PACKED] if self._packed else [])]
 
     @property
     def num_rows(self) -> int:
+        """The number of rows, as in `datasets`."""
         return len(self)
 
     @property
@@ -69,9 +71,11 @@ class PreparedRows:
         return [self[index] for index in indices]
 
     def to_list(self) -> list[dict[str, list[int]]]:
+        """All rows, as in `datasets`."""
         return list(self)
 
     def to_dict(self) -> dict[str, list[list[int]]]:
+        """All columns, as in `datasets`."""
         columns: dict[str, list[list[int]]] = self[:]
         return columns
 
@@ -95,6 +99,7 @@ class StreamedRows:
 
     @property
     def column_names(self) -> list[str]:
+        """The names of the columns, as in `datasets`."""
         return list(COLUMNS)
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:

@@ -38,6 +38,7 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
+        """The whole conversation as the template writes it."""
         return self._render(self.messages)[0]
 
     def prompt(self) -> str:
@@ -46,6 +47,7 @@ class Conversation:
 
     @property
     def assistant_turns(self) -> list[int]:
+        """The positions of the assistant's messages."""
         return [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
 
     def completion(self, first: int) -> tuple[str, Span]:

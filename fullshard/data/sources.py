@@ -45,6 +45,7 @@ class DataSource:
         return [*self.own_files, *(file for part in self.parts for file in part.files)]
 
     def documents(self, reading: Reading = DEFAULT_READING) -> Iterator[Document]:
+        """All rows as documents, from the first row."""
         return (parse_row(row, reading) for row in self.rows(None))
 
 

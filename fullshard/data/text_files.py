@@ -24,6 +24,7 @@ DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def open_file(path: Path) -> BinaryIO:
+    """Open a file, compressed with gzip or not, for reading bytes."""
     return cast(BinaryIO, gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb"))
 
 

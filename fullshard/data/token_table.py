@@ -268,6 +268,7 @@ class TableWriter:
         self._checksums = {name: BlockChecksums() for name in FILES}
 
     def add(self, chunk: Chunk) -> None:
+        """Append a chunk of encoded documents."""
         for name, array, file in (
             ("tokens", chunk.tokens, self._tokens), ("learnt", chunk.loss_mask, self._loss_mask),
         ):  # fmt: skip
@@ -335,6 +336,7 @@ class TableWriter:
         return lengths, count_targets(np.memmap(self.folder / "learnt.bin", np.uint8, mode="r"), lengths)
 
     def close(self) -> None:
+        """Close the files."""
         self._tokens.close()
         self._loss_mask.close()
 

@@ -157,6 +157,7 @@ class TokenizerPool:
         raise unpack_error(kind, value)
 
     def close(self) -> None:
+        """End the worker processes."""
         if not self.workers:
             return
         for process in list(self._processes):

@@ -285,5 +285,6 @@ def rng_state(device: torch.device) -> torch.Tensor | None:
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of a device's random number generator."""
     if is_accelerator(device):
         torch.get_device_module(device).set_rng_state(state.cpu(), device)

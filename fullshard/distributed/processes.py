@@ -36,15 +36,18 @@ class Process:
         return f" (process {self.pid} on {self.host})"
 
     def text(self) -> str:
+        """The process as one line of text; see `parse`."""
         return f"{self.node or '-'} {self.pid} {self.start} {self.host}"
 
     @classmethod
     def parse(cls, text: str) -> Process:
+        """A process from its text."""
         node, pid, start, host = text.split(" ", 3)
         return cls("" if node == "-" else node, int(pid), start, host)
 
 
 def this_process() -> Process:
+    """This process as other ranks identify it."""
     return Process(node_id(), os.getpid(), (stat_of(os.getpid()) or ("", ""))[1], socket.gethostname())
 
 

@@ -68,6 +68,7 @@ class Bar(_Display):
             self._task = self._bar.add_task(what, total=total)
 
     def at(self, done: int) -> None:
+        """Show that `done` bytes are finished."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
 

@@ -36,6 +36,7 @@ class Launch:
 
     @property
     def one_node(self) -> bool:
+        """Whether all ranks are on this node."""
         return self.local_world_size == self.world_size
 
 

@@ -68,6 +68,7 @@ class BorrowedGroup:
         self._home = spare
 
     def end(self) -> None:
+        """Return the group to the spare ones."""
         if self.group is not None and self._home is _spare_groups():
             self._home.append(self.group)
         self.group = None

@@ -62,6 +62,7 @@ class UnitCall:
 
     @property
     def unit(self) -> Unit:
+        """The unit that was called."""
         unit = self._unit()
         assert unit is not None
         return unit
@@ -95,6 +96,7 @@ _calls = _Calls()
 
 
 def inside_a_call() -> bool:
+    """Whether this thread is inside the forward of a unit."""
     return bool(_calls.open)
 
 
@@ -235,6 +237,7 @@ def intercept_backward() -> None:
 
 
 def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
     return current_graph_task_id() != -1
 
 

@@ -130,6 +130,7 @@ class Options:
         return replica_axes(self.mesh, self.extra_data_axis)
 
     def terms(self, *, point_to_point: bool) -> Terms:
+        """What the sharding plan depends on."""
         return terms_of(
             self.mesh, self.strategy, self.precision, self.extra_data_axis, self.small_bytes,
             point_to_point=point_to_point,

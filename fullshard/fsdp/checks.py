@@ -28,6 +28,7 @@ from fullshard.spmd.tensor import ShardedTensor, is_sharded
 
 
 def check_mesh(mesh: Mesh | DeviceMesh | None, extra_data_axis: str | None) -> Mesh:
+    """The mesh to shard on, or the global one; raises `MeshError` if it has no axis `fsdp`."""
     mesh = mesh if mesh is not None else get_global_mesh()
     if mesh is None:
         raise MeshError(
@@ -54,6 +55,7 @@ def check_mesh(mesh: Mesh | DeviceMesh | None, extra_data_axis: str | None) -> M
 
 
 def check_module(module: Any, wrapped_class: type, auto_wrap_policy: Any) -> None:
+    """Raise if a module cannot be wrapped."""
     if isinstance(module, list | tuple):
         raise FSDPError(
             f"FSDPv2 wraps one module, and got {len(module)}: as a unit of several, wrap the module around them; tied "
@@ -83,6 +85,7 @@ def check_module(module: Any, wrapped_class: type, auto_wrap_policy: Any) -> Non
 
 
 def check_strategy(strategy: ShardingStrategy, mesh: Mesh, replica_axes: tuple[str, ...]) -> None:
+    """Raise if a strategy does not fit the mesh."""
     if strategy.hybrid and not replica_axes:
         raise MeshError(
             f"{strategy.name} replicates parameters across groups of ranks, so the mesh needs a second data axis: "

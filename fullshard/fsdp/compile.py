@@ -90,6 +90,7 @@ class Compilation:
         self.started = self.failed = False
 
     def start(self) -> None:
+        """Report once that compilation begins."""
         if not self.started:
             self.started = True
             self.say("compiling the layers (first step).")

@@ -38,6 +38,7 @@ class Meter:
     """Called with unit and operation wherever the engine is, in a step that is measured."""
 
     def reset(self) -> None:
+        """Set all counts to zero."""
         for counter in (self.gathers, self.reduces, self.reduced_parameters, self.gather_sent, self.reduce_sent):
             counter.clear()
         self.bytes_gathered = self.bytes_reduced = self.bytes_sent = 0
@@ -57,9 +58,11 @@ class Meter:
         sent[unit] += self.bytes_sent - before
 
     def allocated(self, size: int) -> None:
+        """Count gathered memory that was allocated."""
         self.live += size
         self.peak = max(self.peak, self.live)
 
     def freed(self, size: int) -> None:
+        """Count gathered memory that was freed."""
         self.live -= size
         assert self.live >= 0, "more gathered memory freed than allocated"

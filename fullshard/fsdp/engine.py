@@ -394,6 +394,7 @@ class Engine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        """A context in which gradients are accumulated without reduction."""
         before, self.sync = self.sync, False
         try:
             yield

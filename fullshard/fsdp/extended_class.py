@@ -34,6 +34,7 @@ class WrappedModule(metaclass=Factory):
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh that the module is sharded on."""
         return self._fullshard_mesh
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -115,6 +115,7 @@ class ShardedParameter:
 
     @property
     def local(self) -> torch.Tensor:
+        """This rank's shard."""
         return local_of(self.shard)
 
     @property
@@ -229,6 +230,7 @@ class ShardedParameter:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the gathered value."""
         return math.prod(self.whole) * self.dtype.itemsize
 
     def allocate(self) -> int:

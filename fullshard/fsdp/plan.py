@@ -53,6 +53,7 @@ class ParameterPlan:
 
     @property
     def name(self) -> str:
+        """The first of the parameter's names."""
         return self.names[0]
 
     @property
@@ -67,6 +68,7 @@ class ParameterPlan:
 
     @property
     def gathers(self) -> bool:
+        """Whether ranks have different shards."""
         return self.parts > 1
 
     @property
@@ -76,6 +78,7 @@ class ParameterPlan:
 
     @property
     def gathered_bytes(self) -> int:
+        """The bytes of the gathered value in its compute dtype."""
         return math.prod(self.whole) * item_size(self.compute_dtype)
 
 
@@ -121,6 +124,7 @@ class UnitPlan:
 
     @property
     def shard_bytes(self) -> int:
+        """The bytes of a rank's shards of the unit."""
         return sum(p.shard_bytes for p in self.parameters)
 
     @property
@@ -188,10 +192,12 @@ class ShardingPlan:
         return largest
 
     def to_json(self, indent: int | None = None) -> str:
+        """The plan as JSON; see `from_json`."""
         return json.dumps(asdict(self), indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> ShardingPlan:
+        """A plan from its JSON."""
         data = json.loads(text)
         units = [
             UnitPlan(

@@ -41,6 +41,7 @@ class Prefetcher:
         """The units whose backward has ended in the current one; a unit around others ends after them."""
 
     def begin_pass(self) -> None:
+        """Begin a forward pass."""
         self._called, self._ended = [], []
 
     def forward_begins(self, unit: Unit) -> None:
@@ -51,25 +52,31 @@ class Prefetcher:
             self._gather(unit, self._last_pass[index + 1 :])
 
     def forward_ends(self, unit: Unit, has_backward: bool) -> None:
+        """Record that a unit's forward has ended, and whether it has a backward."""
         self._ended.append(unit)
         self._has_backward[unit] = has_backward
 
     def end_pass(self) -> None:
+        """End a forward pass: its order of units predicts the next one's."""
         self._last_pass = self._called
 
     def backward_begins(self, unit: Unit) -> None:
+        """Gather the next unit before a unit's backward, if settings say so."""
         if self._settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._gather(unit, self._next_in_backward(unit))
 
     def backward_ends(self, unit: Unit) -> None:
+        """Gather the next unit after a unit's backward, if settings say so."""
         if self._settings.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._over.add(unit)
             self._gather(unit, (u for u in self._next_in_backward(unit) if u not in self._over))
 
     def end_backward(self) -> None:
+        """End a backward pass."""
         self._over.clear()
 
     def reset(self) -> None:
+        """Forget the order of units."""
         self._last_pass, self._ended = [], []
         self._over.clear()
 

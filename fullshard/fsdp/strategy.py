@@ -43,14 +43,17 @@ class ShardingStrategy(enum.IntEnum):
 
     @property
     def shards(self) -> bool:
+        """Whether parameters, gradients or optimizer states are sharded."""
         return self is not ShardingStrategy.NO_SHARD
 
     @property
     def hybrid(self) -> bool:
+        """Whether the model is sharded inside groups and replicated across them."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
     @property
     def keeps_after_forward(self) -> bool:
+        """Whether gathered parameters are kept until backward."""
         return self not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
@@ -66,6 +69,7 @@ class BackwardPrefetch(enum.Enum):
 
     @classmethod
     def of(cls, value: BackwardPrefetch | str | None) -> BackwardPrefetch:
+        """The choice from itself or its name; None for no prefetching."""
         if isinstance(value, cls):
             return value
         name = "NONE" if value is None else str(value).upper().removeprefix("BACKWARDPREFETCH.")
@@ -89,6 +93,7 @@ def dtype_of(value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

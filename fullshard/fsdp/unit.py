@@ -230,10 +230,12 @@ class Unit:
     # --- what modules hold --------------------------------------------------------------------------------------------
 
     def show_gathered(self, as_global: bool) -> None:
+        """Put the gathered values in the modules, for the computation."""
         show_gathered(self.parameters, as_global)
         self.shown = True
 
     def show_shards(self) -> None:
+        """Put the shards back in the modules."""
         if self.shown:
             show_shards(self.parameters)
             self.shown = False

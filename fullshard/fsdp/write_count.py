@@ -32,6 +32,7 @@ def writes_of_all(shards: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
 
 
 def piece_of(shard: torch.Tensor) -> torch.Tensor:
+    """The ordinary tensor that has this rank's values."""
     return local_of(shard) if is_sharded(shard) else shard
 
 

@@ -88,6 +88,7 @@ def help_of(one: Option) -> str:
 
 
 def default_of(one: Option) -> str:
+    """The default of an option, for `--help`."""
     if one.default is None:
         return "unset"
     return str(one.default).lower() if isinstance(one.default, bool) else f"{one.default}" or "empty"

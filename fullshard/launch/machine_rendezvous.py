@@ -104,6 +104,7 @@ class AgentStore(JobStore):
 
     @property
     def port(self) -> int:
+        """The port of the store."""
         return int(self._store.port)
 
     def within(self, round_: str) -> AgentStore:
@@ -112,6 +113,7 @@ class AgentStore(JobStore):
 
     @property
     def timeout(self) -> timedelta:
+        """The time limit of waits."""
         return self._store.timeout
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -29,6 +29,7 @@ class Asker:
         self.out = out
 
     def ask(self, question: str, read: Callable[[str], T], default: str | None = None) -> T:
+        """The answer to a question; asked again until it can be read."""
         shown = f"{question} [{default}]: " if default is not None else f"{question}: "
         while True:
             answer = self._line(shown).strip()
@@ -55,6 +56,8 @@ class Asker:
         return self.ask(question, lambda answer: convert(OPTIONS[name], answer, name), text)
 
     def yes(self, question: str, default: bool) -> bool:
+        """The answer to a yes-or-no question."""
+
         def read(answer: str) -> bool:
             if answer.lower() not in (*TRUE, *FALSE):
                 raise ValueError("please answer yes or no")

@@ -67,6 +67,7 @@ class LaunchSettings:
 
     @property
     def world_size(self) -> int:
+        """The number of processes of the job."""
         if self.slurm is not None and self.one_task_per_process:
             return self.slurm.tasks
         return self.local_processes * self.processes.num_machines
@@ -99,6 +100,7 @@ class LaunchSettings:
 
     @property
     def endpoint(self) -> str:
+        """Host and port of the rendezvous."""
         return f"{self.processes.main_process_ip}:{self.processes.main_process_port}"
 
     def without_effect(self) -> dict[str, str]:

@@ -55,6 +55,7 @@ def tiny_model(layer_names: tuple[str, ...]) -> nn.Module:
 
 
 def main() -> None:
+    """Run all checks on this rank."""
     settings = EngineSettings.from_environment()
     xr.use_spmd(device="cpu" if settings.use_cpu else None)
     xr.get_logger().setLevel("WARNING")  # the same is reported below

@@ -28,6 +28,7 @@ class SlurmPlace:
 
     @property
     def one_task_per_node(self) -> bool:
+        """Whether Slurm starts one launcher on each node."""
         return self.tasks == self.nodes
 
     @property

@@ -70,11 +70,13 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, columns: int, width: int) -> Tiles:
+        """The tiles of so many adapter columns of one width."""
         adapters, parts = min(columns // width, max(1, RANKS // width)), triton.cdiv(width, RANKS)
         tile = RANKS if parts > 1 else max(16, triton.next_power_of_2(adapters * width))
         return cls(triton.cdiv(columns // width, adapters) * parts, tile, adapters, parts)
 
     def options(self) -> dict[str, int]:
+        """The tiles as a kernel's constants."""
         return {"TILE": self.width, "ADAPTERS": self.adapters, "PARTS": self.parts}
 
 

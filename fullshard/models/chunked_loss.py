@@ -52,6 +52,7 @@ class HeadStatistics:
 
     @property
     def loss(self) -> torch.Tensor:
+        """The sum of the losses."""
         return self.sums[0]
 
 

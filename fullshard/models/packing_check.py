@@ -90,6 +90,7 @@ class Trial:
         self.alone = torch.empty(0)
 
     def verdict(self) -> PackingVerdict:
+        """Which attention can keep packed documents apart, or why none can."""
         reasons = []
         # Our own attention is fastest with masks that are made once per batch.
         order = (True, False) if is_own(self.small.config) else (False, True)

@@ -49,11 +49,13 @@ class Kind(Protocol):
     def product(
         self, arguments: Sequence[str], tensors: Tensors, x: Any, out: torch.Tensor | None, bias: torch.Tensor | None,
         accumulate: bool,
-    ) -> Any: ...  # fmt: skip
+    ) -> Any:  # fmt: skip
+        """`x @ weight.T + bias`, into `out` or added to it."""
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
-    ) -> Any: ...
+    ) -> Any:
+        """`dy @ weight`, into `out` or added to it."""
 
 
 class Dense:

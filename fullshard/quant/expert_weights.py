@@ -54,13 +54,17 @@ class QuantizedExperts(Protocol):
     adapters: dict[str, list[LoraFactors]]
 
     @property
-    def product_dtype(self) -> torch.dtype: ...
+    def product_dtype(self) -> torch.dtype:
+        """The dtype that products are computed in."""
 
-    def parts(self, name: str) -> Parts: ...
+    def parts(self, name: str) -> Parts:
+        """The sharded tensors of a quantized weight."""
 
-    def whole_parts(self, name: str) -> Parts: ...
+    def whole_parts(self, name: str) -> Parts:
+        """The gathered tensors of a quantized weight."""
 
-    def dequantize(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+    def dequantize(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense values of a quantized weight."""
 
 
 class FusedWeight(ReadOnlyWeight):

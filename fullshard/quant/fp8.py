@@ -50,6 +50,7 @@ class Weight(NamedTuple):
 
     @property
     def values(self) -> torch.Tensor:
+        """The packed bytes as fp8 values."""
         return self.packed.view(DTYPE)
 
     @property

@@ -121,6 +121,7 @@ class FP8Linear(QuantizedLinear):
     # --- the weight ---------------------------------------------------------------------------------------------------
 
     def part_shapes(self) -> dict[str, tuple[int, int]]:
+        """The shapes of the parameters: values, and scales by row."""
         return {"packed": self.shape, "scales": (self.out_features, 4)}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:

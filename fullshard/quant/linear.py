@@ -59,6 +59,7 @@ class NF4Linear(QuantizedLinear):
     # --- the weight ---------------------------------------------------------------------------------------------------
 
     def part_shapes(self) -> dict[str, tuple[int, int]]:
+        """The shapes of the parameters."""
         return self.scheme.shapes(self.in_features * self.out_features)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -90,6 +90,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """The shape of the dense weight."""
         return self.out_features, self.in_features
 
     @property

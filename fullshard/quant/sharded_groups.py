@@ -239,6 +239,7 @@ class GroupLoader:
 
     @property
     def numel(self) -> int:
+        """The number of values of the dense weight."""
         return self.shape[0] * self.shape[1]
 
     def read(self, readers: Mapping[str, Any], rows: slice) -> Loaded:

@@ -94,6 +94,7 @@ class Series:
 
     @property
     def all_points(self) -> int:
+        """The number of points before thinning."""
         return max(self.count, len(self.points))
 
 

@@ -43,11 +43,14 @@ class Run:
 class MetricLogger(Protocol):
     """Shows the metrics and samples of a run."""
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log generated samples."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish the log."""
 
 
 OpenLoggers = Callable[[Path, int], list[MetricLogger]]

@@ -51,10 +51,12 @@ def element(tag: str, *inside: str, **attributes: object) -> str:
 
 
 def text(x: float, y: float, words: object, class_: str | None = None, anchor: str | None = None) -> str:
+    """An SVG text."""
     return element("text", escape(words), x=x, y=y, class_=class_, text_anchor=anchor)
 
 
 def rect(x: float, y: float, width: float, height: float, class_: str, **more: object) -> str:
+    """An SVG rectangle."""
     return element("rect", x=x, y=y, width=width, height=height, class_=class_, **more)
 
 
@@ -141,6 +143,7 @@ class Frame:
 
     @classmethod
     def of(cls, columns: int) -> Frame:
+        """The frame for a number of columns."""
         return cls(max(640.0, 66.0 * columns))
 
     @property
@@ -150,10 +153,12 @@ class Frame:
 
     @property
     def right(self) -> float:
+        """Where the columns end."""
         return self.left + self.ranks
 
     @property
     def width(self) -> float:
+        """The width of the whole picture."""
         return self.right + TAIL + MARGIN
 
 

@@ -57,6 +57,7 @@ class ParameterRow:
 
     @property
     def plan(self) -> ParameterPlan:
+        """The plan of the first of them."""
         return self.parts[0]
 
     @property
@@ -66,6 +67,7 @@ class ParameterRow:
 
     @property
     def gathered_bytes(self) -> int:
+        """The bytes of the gathered values."""
         return sum(p.gathered_bytes for p in self.parts)
 
     def held(self, grid: RankGrid) -> np.ndarray:
@@ -85,6 +87,7 @@ class UnitRow:
 
     @property
     def count(self) -> int:
+        """The number of identical units."""
         return len(self.names)
 
 
@@ -169,6 +172,7 @@ def _matches(unit: UnitPlan, pattern: str) -> bool:
 
 
 def unit_name(unit: UnitPlan) -> str:
+    """A unit's name as it is shown."""
     return unit.name or "(root)"
 
 

@@ -70,6 +70,7 @@ def numbered(what: str, numbers: Sequence[int]) -> str:
 
 
 def unit_words(unit: UnitRow, share: float) -> str:
+    """A unit in one sentence."""
     gathered = memory_size(unit.plan.gathered_bytes)
     each = "each " if unit.count > 1 else ""
     return f"{unit.plan.module} · {share:.1%} of a rank's parameters · {each}{gathered} when gathered"
@@ -121,6 +122,7 @@ def dtype_text(p: ParameterPlan) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
+    """A shape as text."""
     return " × ".join(map(str, shape)) if shape else "scalar"
 
 

@@ -52,17 +52,21 @@ class RankGrid:
 
     @property
     def positions(self) -> int:
+        """The number of shard positions."""
         return len(self.ranks)
 
     @property
     def replicas(self) -> int:
+        """The number of ranks that hold the same shards."""
         return self.ranks.shape[1]
 
     @property
     def nodes(self) -> int:
+        """The number of nodes."""
         return -(-self.world // self.ranks_per_node)
 
     def node_of(self, rank: int) -> int:
+        """The node of a rank."""
         return rank // self.ranks_per_node
 
     def coordinate(self, position: int) -> str:

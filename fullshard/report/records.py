@@ -33,6 +33,7 @@ class Sample:
 
 
 def is_number(value: Any) -> bool:
+    """Whether a value is an int or a float."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

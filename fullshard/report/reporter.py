@@ -134,6 +134,7 @@ class Window:
     began: float = field(default_factory=time.monotonic, compare=False)
 
     def add(self, loss: float, accuracy: float, entropy: float, tokens: int, router_loss: float = 0.0) -> None:
+        """Add the metrics of a step."""
         self.tokens += tokens
         if math.isfinite(loss):
             self.steps += 1
@@ -142,10 +143,12 @@ class Window:
 
     @property
     def elapsed(self) -> float:
+        """The seconds of the window."""
         return max(1e-9, self.seconds + time.monotonic() - self.began)
 
     @property
     def tokens_per_second(self) -> float:
+        """Trained tokens per second."""
         return self.tokens / self.elapsed
 
     def means(self) -> dict[str, float]:

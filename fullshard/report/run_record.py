@@ -81,6 +81,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
+        """The name of the run."""
         return str(self.about.get("name") or self.folder.name)
 
     @functools.cached_property
@@ -248,6 +249,7 @@ class MetricsReader(LineReader):
         self._tokens = 0.0
 
     def add(self, record: Record) -> None:
+        """Add one record."""
         self.count += 1
         for name, value in record.items():
             self.values[name] += 1

@@ -91,9 +91,11 @@ class LiveBar:
 
     @property
     def width(self) -> int:
+        """The width of the terminal."""
         return self._progress.console.width
 
     def move(self, step: int, values: Mapping[str, Any]) -> None:
+        """Show a step and its metrics."""
         left = self._clock.left(step)
         parts = [f"{step}/{self._clock.total}", *([f"ETA {left}"] if left else []), *columns(values, IN_BAR)]
         # rich would shorten the bar to make room for a long text.
@@ -101,7 +103,9 @@ class LiveBar:
         self._progress.update(self._task, completed=step, description=text)
 
     def print_above(self, text: str) -> None:
+        """Print text above the bar."""
         self._progress.console.print(text, soft_wrap=True)
 
     def close(self) -> None:
+        """End the display."""
         self._progress.stop()

@@ -39,6 +39,7 @@ class ShardGrid:
 
     @classmethod
     def of(cls, layout: Layout, shape: tuple[int, ...]) -> ShardGrid:
+        """The grid of a layout of a tensor."""
         counts = tuple(layout.parts(dim) for dim in range(len(shape)))
         holders: dict[tuple[int, ...], list[int]] = {}
         for device in layout.mesh.device_ids.tolist():

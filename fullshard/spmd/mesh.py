@@ -55,6 +55,7 @@ class Mesh:
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self.mesh_shape)
 
     def shape(self) -> OrderedDict[str | int, int]:
@@ -203,6 +204,7 @@ def set_global_mesh(mesh: Mesh | None) -> None:
 
 
 def get_global_mesh() -> Mesh | None:
+    """The mesh that `set_global_mesh` has set, if any."""
     return _global_mesh
 
 

@@ -64,10 +64,12 @@ def torch_layout(layout: Layout, shape: Sequence[int]) -> tuple[DeviceMesh, tupl
 
 
 def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Placements that replicate a tensor on a mesh."""
     return (Replicate(),) * mesh.ndim
 
 
 def has_partial(placements: Sequence[Placement]) -> bool:
+    """Whether a placement waits for a reduction."""
     return any(p.is_partial() for p in placements)
 
 
@@ -82,6 +84,7 @@ def unsplit(t: DTensor, dims: Collection[int]) -> tuple[Placement, ...]:
 
 
 def meta_of(t: torch.Tensor) -> TensorMeta:
+    """Shape, strides and dtype of a tensor."""
     return TensorMeta(t.shape, t.stride(), t.dtype)
 
 

@@ -82,6 +82,7 @@ def narrowed(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @rule_for("sum", "sum.dim_IntList")
 def total(op: Any, args: Any, kwargs: Any) -> Any:
+    """Sums in a narrow dtype over split dims: computed in fp32 and rounded once; others are torch's."""
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     dims, keeps = _dims(op, args, kwargs), bool(_argument(op, args, kwargs, "keepdim"))
     if dtype in NARROW and _splits(t, dims):
@@ -93,6 +94,7 @@ def total(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("prod", "prod.dim_int")
 def product(op: Any, args: Any, kwargs: Any) -> Any:
+    """Products in a narrow dtype: computed in fp32 and rounded once."""
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in NARROW or not _splits(t, _dims(op, args, kwargs)):
         return NotImplemented
@@ -101,6 +103,7 @@ def product(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("mean", "mean.dim")
 def mean(op: Any, args: Any, kwargs: Any) -> Any:
+    """Means: a sum, divided by the global number of values."""
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     dims, keeps = _dims(op, args, kwargs), bool(_argument(op, args, kwargs, "keepdim"))
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -112,6 +115,7 @@ def mean(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("var_mean.correction")
 def var_mean(op: Any, args: Any, kwargs: Any) -> Any:
+    """Variances and means over split dims."""
     t, dims, keeps = args[0], _dims(op, args, kwargs), kwargs.get("keepdim", False)
     correction = 1 if kwargs.get("correction") is None else kwargs["correction"]
     wide = t.to(torch.float32) if t.dtype in NARROW else t
@@ -145,6 +149,7 @@ EXTREMES = {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "mi
 
 @rule_for("amax", "amin", "max", "min", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
 def extreme(op: Any, args: Any, kwargs: Any) -> Any:
+    """Largest and smallest values, exact on uneven and empty shards."""
     t, dims = args[0], _dims(op, args, kwargs)
     named = schema_of(op).name.removeprefix("aten::")
     logical, way = named in ("any", "all"), EXTREMES[named]
@@ -198,6 +203,7 @@ def reduce_extreme(t: ShardedTensor) -> ShardedTensor:
 
 @rule_for("aminmax")
 def both_extremes(op: Any, args: Any, kwargs: Any) -> Any:
+    """Largest and smallest value together."""
     t, dim, keeps = args[0], kwargs.get("dim"), kwargs.get("keepdim", False)
     dims = list(range(t.ndim)) if dim is None else [dim]
     if not _count(t, _dims(aten.amin.default, (t, dims), {})):
@@ -273,6 +279,7 @@ def draw_replicated(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("linalg_solve_triangular")
 def not_trusted(op: Any, args: Any, kwargs: Any) -> Any:
+    """Operators for which torch's rule is wrong: they run replicated."""
     return rule_replicated(op, args, kwargs, "torch's sharding rule splits one of its two matrices and not the other")
 
 
@@ -320,6 +327,7 @@ def embedding(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("embedding_dense_backward")
 def embedding_dense_backward(op: Any, args: Any, kwargs: Any) -> Any:
+    """The gradient of a table: each rank adds up its ids or its rows."""
     grad, indices, rows = args[0], args[1], args[2]
     mesh = grad.device_mesh
     incoming: list[Placement] = []
@@ -374,6 +382,7 @@ def nll_loss_forward(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("equal")
 def equal(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether two tensors are equal, on all ranks alike."""
     one, other = args
     if one.shape != other.shape:
         return False
@@ -426,6 +435,7 @@ def put_by_mask(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("fill_.Tensor")
 def fill(op: Any, args: Any, kwargs: Any) -> Any:
+    """Fill shards with a value."""
     target, value = args
     op(local_of(target), local_in(value, replicated(value.device_mesh)))
     set_spec(target, spec_with(spec_of(target), target.device_mesh, without_partial(target.placements)))
@@ -434,6 +444,7 @@ def fill(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("_local_scalar_dense")
 def local_scalar(op: Any, args: Any, kwargs: Any) -> Any:
+    """The value of a tensor with one element."""
     return op(local_in(args[0], replicated(args[0].device_mesh)))
 
 
@@ -492,6 +503,7 @@ def cat(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("squeeze.dims")
 def squeeze_dims(op: Any, args: Any, kwargs: Any) -> Any:
+    """Remove several dims, one after the other."""
     t = args[0]
     for dim in sorted((d % max(t.ndim, 1) for d in args[1]), reverse=True):
         t = aten.squeeze.dim(t, dim)

@@ -142,6 +142,7 @@ class ShardedTensor(_Base):
 
     @property
     def device_mesh(self) -> DeviceMesh:
+        """The mesh of torch that the tensor is sharded on."""
         return spec_of(self).mesh
 
     @property
@@ -194,6 +195,7 @@ class ShardedTensor(_Base):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **_: Any
     ) -> ShardedTensor:
+        """The same tensor in another layout, differentiable."""
         mesh = device_mesh or self.device_mesh
         return Redistribute.apply(self, mesh, tuple(placements or [Replicate()] * mesh.ndim), False)
 

@@ -37,6 +37,7 @@ def _one_of_several(op: Any, base: torch.Tensor, args: Any, kwargs: Any, positio
 
 
 def is_copy(t: Any) -> bool:
+    """Whether a view is a copy whose writes are applied to its base."""
     return getattr(t, "_copy_of", None) is not None
 
 

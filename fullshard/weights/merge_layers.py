@@ -140,6 +140,7 @@ def check_kind(config: Any) -> None:
 
 
 def kind_of(config: Any) -> str:
+    """The name of an adapter's method, such as LORA."""
     return str(getattr(config.peft_type, "value", config.peft_type))
 
 

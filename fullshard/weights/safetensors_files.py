@@ -51,6 +51,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -136,6 +137,7 @@ class SafetensorsFiles:
             return self._descriptors[file]
 
     def close(self) -> None:
+        """Close all files."""
         with self._lock:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
@@ -242,6 +244,7 @@ class FileWriter:
         self.close()
 
     def close(self) -> None:
+        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

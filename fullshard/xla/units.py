@@ -40,6 +40,7 @@ class Annotated:
 
     @property
     def parameter(self) -> nn.Parameter:
+        """The parameter as its module has it."""
         module, name = self.sites[0]
         tensor = parameters_of(module)[name]
         assert tensor is not None
@@ -190,6 +191,7 @@ class Unit:
                 p.hold(stored)
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the unit's forward between barriers, in its compute dtype."""
         args, kwargs = with_barrier(self.module, (args, kwargs))
         dtype = self.precision.param_dtype if self.precision.cast_forward_inputs else None
         args, kwargs = cast_tensors((args, kwargs), dtype)
@@ -219,10 +221,12 @@ class ShardedModel:
 
     @property
     def parameters(self) -> list[Annotated]:
+        """The parameters of all units."""
         return [p for unit in self.units for p in unit.parameters]
 
     @property
     def plan(self) -> ShardingPlan:
+        """The sharding plan of the model."""
         axes = tuple((str(name), size) for name, size in self.mesh.shape().items())
         units = (
             plan_unit(self.names[u.module], type(u.module).__name__, [p.plan for p in u.parameters]) for u in self.units

@@ -47,10 +47,12 @@ class RankStatus:
     """Some of its operations on each communicator, by number."""
 
     def text(self) -> str:
+        """The status as JSON; see `parse`."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: str) -> RankStatus:
+        """A status from its JSON."""
         fields = parse(text)
         return cls(**{**fields, "waits": [Wait(**wait) for wait in fields["waits"]]})
 

@@ -51,10 +51,12 @@ class Liveness:
     process: str = ""
 
     def text(self) -> str:
+        """The liveness as JSON; see `parse`."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> Liveness:
+        """The liveness from its JSON."""
         return cls(**parse(text))
 
     def __str__(self) -> str:
@@ -93,6 +95,7 @@ class HeartbeatRing:
         store.put(f"process/{rank}", this_process().text())
 
     def beat(self, position: str) -> None:
+        """Publish that this rank is alive, and where its program is."""
         self._count += 1
         self.store.put(f"beat/{self.rank}", f"{self._count} {position}")
 

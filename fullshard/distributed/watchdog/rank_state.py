@@ -146,6 +146,7 @@ class RankState:
     """How many failures there were, equal on all ranks."""
 
     def position(self) -> str:
+        """Where the program is, for messages."""
         unit = "" if self.unit is None else f"unit {self.unit or '(root)'}, "
         return f"step {self.step}, {unit}{self.operation}"
 

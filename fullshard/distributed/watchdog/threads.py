@@ -61,6 +61,7 @@ class WatchThreads:
         return watch
 
     def running(self) -> bool:
+        """Whether the threads watch the current process group."""
         return dist.group.WORLD is self.world and not self._stop.is_set()
 
     def forget(self) -> None:
