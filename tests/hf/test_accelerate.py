@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_loaded_is_refused_by_every_rank(seam, tmp_path)
 def test_a_save_that_was_interrupted_is_not_taken_for_the_one_before(tmp_path):
     """The first save is complete; a rank is lost in the middle of the second, into the same folder."""
     script, flags = (
-        ROOT / "tests" / "integrations" / "interrupted_save.py",
+        ROOT / "tests" / "hf" / "interrupted_save.py",
         ("--fsdp_state_dict_type", "SHARDED_STATE_DICT"),
     )
     with pytest.raises(AssertionError, match=r"rank 1 .*was ended by SIGKILL"):
@@ -136,7 +136,7 @@ def flat(value):
 
 @pytest.mark.slow
 def test_options_and_methods_give_what_they_give_in_one_process(tmp_path):
-    script = ROOT / "tests" / "integrations" / "accelerate_options.py"
+    script = ROOT / "tests" / "hf" / "accelerate_options.py"
     for name in ("alone", "ours"):
         (tmp_path / name).mkdir()
     alone(script, tmp_path / "alone")
@@ -149,7 +149,7 @@ def test_options_and_methods_give_what_they_give_in_one_process(tmp_path):
 
 
 def test_a_script_may_use_the_static_methods_of_torch_s_fsdp(tmp_path):
-    launched(ROOT / "tests" / "integrations" / "fsdp1_idioms.py", "--output_dir", tmp_path)
+    launched(ROOT / "tests" / "hf" / "fsdp1_idioms.py", "--output_dir", tmp_path)
     found = result(tmp_path)
     assert found["kinds"] == ["Tensor"] and found["same"] and found["summoned"] and found["untouched"] == []
     assert "optim_state_dict() of torch's FSDP is not served by FSDPv2: use" in found["refused"]

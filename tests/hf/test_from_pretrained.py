@@ -35,7 +35,7 @@ from tests.hf.launched import alone, launched, result
 from tests.pool import ROOT, ranks
 from tests.quant.unpacked import unpacked_by_bnb
 
-SCRIPTS = ROOT / "tests" / "integrations"
+SCRIPTS = ROOT / "tests" / "hf"
 
 
 def small(folder, hidden=64, layers=2, dtype=torch.float32):

@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 from tests.hf.launched import alone, launched, result
 from tests.pool import ROOT
 
-pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
 
 DATA = ROOT / "quickstart" / "data" / "train.jsonl"
@@ -15,7 +14,7 @@ MODEL = ROOT / "quickstart" / "model"
 
 @pytest.mark.parametrize("how", ["adapter", "reference"])
 def test_dpo(how, tmp_path):
-    script = ROOT / "tests" / "integrations" / "preference.py"
+    script = ROOT / "tests" / "hf" / "preference.py"
     alone(script, MODEL, DATA, tmp_path / "reference", how)
     launched(script, MODEL, DATA, tmp_path / "ours", how)
     for name in ("losses", "margins"):
@@ -28,7 +27,7 @@ ALIKE = {"rel": 1e-4, "abs": 1e-4}
 
 def test_grpo_with_fixed_completions(tmp_path):
     """Every kind of loss, from the same completions: nothing is left to what was sampled."""
-    script = ROOT / "tests" / "integrations" / "grpo_fixed.py"
+    script = ROOT / "tests" / "hf" / "grpo_fixed.py"
     alone(script, MODEL, tmp_path / "reference")
     launched(script, MODEL, tmp_path / "ours")
     found, expected = result(tmp_path / "ours"), result(tmp_path / "reference")
@@ -52,7 +51,7 @@ GENERATING = ("GRPO_judged", "GRPO_adapter", "RLOO_plain")
 @pytest.mark.parametrize("cases", [PREFERENCES, REWARDS, GENERATING], ids=lambda cases: cases[0].split("_")[0])
 def test_other_trainers(cases, tmp_path):
     """With a reference model, a reward model that is sharded too, and completions that the trained model generates."""
-    script = ROOT / "tests" / "integrations" / "trl_trainers.py"
+    script = ROOT / "tests" / "hf" / "trl_trainers.py"
     alone(script, MODEL, tmp_path / "reference", *cases)
     text = launched(script, MODEL, tmp_path / "ours", *cases)
     found, expected = result(tmp_path / "ours"), result(tmp_path / "reference")
