@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 TORCH_NEEDED = (2, 11)
 """The first torch that the torch engine runs on."""
 

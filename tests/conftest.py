@@ -1,7 +1,9 @@
-"""What all tests share: hypothesis profile, terminal, GPU marker, browser, and the end of the worker pools."""
+"""What all tests share: hypothesis profile, terminal, Triton's interpreter, reasons to skip, browser, worker pools."""
 
 from __future__ import annotations
 
+import collections
+import importlib.util
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -13,8 +15,18 @@ import tests.profile  # noqa: F401 - loads it
 from tests import pool
 from tests.browser import VARIABLE, Browser, BrowserError, find_browser
 
-ORACLES = ("hypothesis", "bitsandbytes", "expecttest", "datasets", "trl")
-"""Packages that only tests need. A GPU machine may lack them; the modules that import them are skipped there."""
+ORACLES = (
+    "hypothesis", "bitsandbytes", "expecttest", "datasets", "accelerate", "trl", "tensorboard", "triton", "vl_convert",
+)  # fmt: skip
+"""Packages that only tests need. `make test-gpu` and `make test-xla` skip the modules that import one that is missing;
+`make test` installs them all."""
+REASONS = (
+    "needs a GPU", "needs a browser", "needs torch_xla", "needs a C++ compiler", "needs the torch engine's interpreter",
+    "needs a machine without a GPU", "needs a kernel that lets a process reset its peak memory", "needs torch 2.",
+    "needs transformers 5.", "needs a newer peft",
+)  # fmt: skip
+"""How the reason of a skipped test may begin; a test that skips for another one fails. Those of versions are for older
+libraries than `constraints.txt` has."""
 ON_EITHER_DEVICE = Path(__file__).parent / "gpu"
 """GPU tests that also run on the CPU when told so (`pool.DEVICE_VARIABLE`)."""
 
@@ -25,6 +37,14 @@ for _name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Kernels run in Triton's interpreter where there is no GPU. Triton reads this when it is imported, so it is set before
+# any test module is; looking for devices this way does not import torch.
+if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+skips = collections.Counter[str]()
+"""How many tests and modules were skipped, by reason."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,8 +61,32 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(line)
 
 
-def pytest_unconfigure() -> None:
+def _judge_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Count a skip, or turn it into a failure if its reason is not among `REASONS`."""
+    if report.outcome != "skipped" or hasattr(report, "wasxfail") or not isinstance(report.longrepr, tuple):
+        return
+    text = report.longrepr[2].removeprefix("Skipped: ")
+    reason = next((reason for reason in REASONS if text.startswith(reason)), None)
+    if reason is None:
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid} would be skipped: {text!r}; REASONS in tests/conftest.py has no such reason"
+    else:
+        skips[reason] += 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _judge_skip(report)
+    return report
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
     pool.close_pools()  # also when the run was interrupted
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not config.option.collectonly:  # the last line of all
+        counts = ", ".join(f"{reason} ({count})" for reason, count in skips.most_common())
+        terminal.write_line(f"Skipped: {counts or 'nothing'}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,7 +94,9 @@ def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
-    if report.outcome == "failed":
+    may_lack = collector.config.option.markexpr == "gpu" or importlib.util.find_spec("torch_xla") is not None
+    _judge_skip(report)
+    if report.outcome == "failed" and may_lack:
         missing = [name for name in ORACLES if f"No module named '{name}'" in str(report.longrepr)]
         if missing:
             report.outcome = "skipped"
@@ -76,7 +122,7 @@ def browser() -> Iterator[Browser]:
     """A headless browser, one for all tests; skips where there is none."""
     program = find_browser()
     if program is None:
-        pytest.skip(f"needs Chromium or Chrome (on the PATH, or named by {VARIABLE})")
+        pytest.skip(f"needs a browser: Chromium or Chrome, on the PATH or named by {VARIABLE}")
     try:
         opened = Browser(program)
     except BrowserError as error:

@@ -114,7 +114,7 @@ def forget_peak() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        pytest.skip("the kernel does not let a process forget its peak")
+        pytest.skip("needs a kernel that lets a process reset its peak memory")
 
 
 @ranks(2)

@@ -37,7 +37,10 @@ VENV = ROOT / (".venv-xla" if FOR_XLA else ".venv-docs" if FOR_DOCS else ".venv"
 CONSTRAINTS = ROOT / ("constraints-xla.txt" if FOR_XLA else "constraints.txt")
 EXTRA = "xla" if FOR_XLA else "docs" if FOR_DOCS else "dev"
 TORCH_ENGINE = (2, 11)  # pyproject.toml asks for the torch of the XLA engine, which is older
-NOT_ON_GPUS = {"datasets", "hypothesis", "expecttest", "ruff", "mypy", "bitsandbytes", "vl-convert-python"}
+NOT_ON_GPUS = {
+    "datasets", "hypothesis", "expecttest", "ruff", "mypy", "bitsandbytes", "vl-convert-python", "accelerate", "trl",
+    "tensorboard", "triton",
+}  # fmt: skip
 STAMP = VENV / "fullshard-stamp"  # two lines: what was installed, and over which interpreter
 
 

@@ -7,6 +7,7 @@ that does not use a library pays nothing for its seams. `docs/integrations.md` l
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.machinery
@@ -16,16 +17,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fullshard.config.errors import ConfigError
 from fullshard.distributed import engines
+from fullshard.version import version_numbers
 
 VARIABLE = "FULLSHARD_INTEGRATIONS"
 """The environment variable that `fullshard launch --no_integrations` sets to `off`."""
-TESTED = {"accelerate": ("1.15",), "transformers": ("5.17", "5.22"), "trl": ("1.16",)}
-"""The minor versions that the seams were tested with. Those of torch are fullshard's own requirement."""
+OLDEST = {"accelerate": "1.15", "transformers": "5.17", "trl": "1.16"}
+"""The oldest version of each library that the seams fit. Whether a newer one still has what they need is read from its
+source (`missing`). The versions of torch are fullshard's own requirement."""
 _HOME = "fullshard.hf."
 TORCH_FSDP = (
     "summon_full_params", "state_dict_type", "set_state_dict_type", "get_state_dict_type", "optim_state_dict",
@@ -46,104 +50,132 @@ class Seam:
     """Its name there, `Class.method` for a method."""
     replacement: str
     """`module:function`; the function takes the original and returns what replaces it."""
+    needs: str
+    """The parameters of the original that the replacement relies on."""
     why: str
 
 
 SEAMS = (
     Seam(
         "accelerate.state", "PartialState.__init__", f"{_HOME}accelerate_state:partial_state",
+        "self cpu",
         "fullshard sets up the process group and chooses the device, on CPUs too",
     ),
     Seam(
         "accelerate.state", "AcceleratorState.__init__", f"{_HOME}accelerate_state:accelerator_state",
+        "self fsdp_plugin",
         "FSDP is on for CPU ranks and for one process as well",
     ),
     Seam(
         "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__", f"{_HOME}fsdp_plugin:plugin",
+        "fsdp_version reshard_after_forward cpu_offload backward_prefetch state_dict_type "
+        "auto_wrap_policy transformer_cls_names_to_wrap min_num_params activation_checkpointing "
+        "activation_checkpointing_offload ignored_modules mixed_precision_policy "
+        "cpu_ram_efficient_loading",
         "the strategy and its options are read by fullshard, before the plugin drops some of them",
     ),
     Seam(
         "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.set_state_dict_type",
         f"{_HOME}fsdp_plugin:set_state_dict_type",
+        "self state_dict_type",
         "the type can change between saves: Accelerate keeps the options of the first type",
     ),
     Seam(
         "accelerate.accelerator", "Accelerator.prepare", f"{_HOME}accelerate_prepare:prepare",
+        "self device_placement",
         "models, optimizers and loaders in any order and number, a model alone included",
     ),
     Seam(
         "accelerate.accelerator", "Accelerator.prepare_model", f"{_HOME}accelerate_prepare:prepare_model",
+        "self model device_placement evaluation_mode",
         "the model is sharded by fullshard, one for evaluation only too",
     ),
     Seam(
         "accelerate.accelerator", "Accelerator.no_sync", f"{_HOME}accelerate_prepare:no_sync",
+        "self model",
         "gradient accumulation is the engine's",
     ),
     Seam(
         "accelerate.accelerator", "Accelerator.clip_grad_norm_", f"{_HOME}accelerate_prepare:clip_grad_norm",
+        "self parameters max_norm norm_type",
         "the norm is exact on every mesh",
     ),
     Seam(
         "accelerate.accelerator", "Accelerator.get_state_dict", f"{_HOME}accelerate_prepare:get_state_dict",
+        "self model unwrap",
         "tied weights stay one tensor, which `save_pretrained` writes once",
     ),
     Seam(
         "accelerate.accelerator", "Accelerator.clip_grad_value_", f"{_HOME}accelerate_prepare:clip_grad_value",
+        "self parameters clip_value",
         "Accelerate refuses it under FSDP",
     ),
     Seam(
         "accelerate.accelerator", "Accelerator.join_uneven_inputs", f"{_HOME}accelerate_prepare:join_uneven_inputs",
+        "self joinables even_batches",
         "ranks with fewer batches would leave the others waiting",
     ),
     Seam(
         "accelerate.utils.fsdp_utils", "save_fsdp_model", f"{_HOME}accelerate_checkpoints:save_model",
+        "fsdp_plugin accelerator model output_dir model_index",
         "a folder that is being written over does not look complete",
     ),
     Seam(
         "accelerate.utils.fsdp_utils", "save_fsdp_optimizer", f"{_HOME}accelerate_checkpoints:save_optimizer",
+        "fsdp_plugin accelerator optimizer model output_dir optimizer_index",
         "the same for the optimizer",
     ),
     Seam(
         "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_HOME}accelerate_checkpoints:load_model",
+        "fsdp_plugin accelerator model input_dir model_index",
         "a checkpoint is read in the form it has, also that of a run without FSDP",
     ),
     Seam(
         "accelerate.utils.fsdp_utils", "load_fsdp_optimizer", f"{_HOME}accelerate_checkpoints:load_optimizer",
+        "fsdp_plugin accelerator optimizer model input_dir optimizer_index",
         "the same for the optimizer",
     ),
     Seam(
         "transformers.training_args", "TrainingArguments._process_fsdp_args", f"{_HOME}trainer:fsdp_arguments",
+        "self",
         "`fsdp` and `fsdp_config` are read by fullshard, hybrid strategies and prefetching included",
     ),
     Seam(
         "transformers.trainer", "Trainer.save_model", f"{_HOME}trainer:save_model",
+        "self output_dir _internal_call",
         "whole weights are written whatever the state-dict type",
     ),
     Seam(
         "transformers.core_model_loading", "_materialize_copy", f"{_HOME}lazy_parameters:materialize",
+        "tensor device dtype",
         "weights stay in their files until they are used or sharded",
     ),
     Seam(
         "transformers.core_model_loading", "WeightConverter.convert", f"{_HOME}lazy_parameters:convert",
+        "self layer_name model hf_quantizer",
         "the same for weights that transformers puts together from several tensors, such as fused experts",
     ),
     Seam(
         "transformers.modeling_utils", "PreTrainedModel.from_pretrained", f"{_HOME}four_bit:from_pretrained",
+        "cls pretrained_model_name_or_path",
         "`BitsAndBytesConfig(load_in_4bit=True)` gives fullshard's 4-bit layers, which can be sharded",
     ),
     Seam(
         "transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer.update_device_map",
         f"{_HOME}four_bit:load_on_host",
+        "self device_map",
         "files that hold 4-bit weights are loaded on the host, as others are",
     ),
     Seam(
         "trl.models.utils", "prepare_fsdp", f"{_HOME}trainer:prepare_fsdp",
+        "model accelerator",
         "reference models are sharded by fullshard",
     ),
     *(
         Seam(
             "torch.distributed.fsdp.fully_sharded_data_parallel", f"FullyShardedDataParallel.{name}",
-            f"{_HOME}torch_fsdp:{name}", "models that fullshard has sharded are served, or it is refused by name",
+            f"{_HOME}torch_fsdp:{name}", "",
+            "models that fullshard has sharded are served, or it is refused by name",
         )
         for name in TORCH_FSDP
     ),
@@ -162,29 +194,75 @@ def _chosen() -> dict[str, list[Callable[[ModuleType], None]]]:
     changes: dict[str, list[Callable[[ModuleType], None]]] = {}
     if engines.current().drives_machine:
         return {"accelerate.accelerator": [_refuse_on_xla]}
-    if not untested("accelerate"):
+    if not missing("accelerate"):
         for seam in SEAMS:
-            if not untested(seam.module.split(".")[0]):
+            if not missing(_library(seam)):
                 changes.setdefault(seam.module, []).append(functools.partial(_replace, seam))
     for library, module, attribute in (
         ("accelerate", "accelerate.accelerator", "Accelerator.__init__"),
         ("transformers", "transformers.trainer", "Trainer.__init__"),
         ("trl", "trl.trainer.base_trainer", "_BaseTrainer.__init__"),
     ):
-        if untested(library):
-            changes.setdefault(module, []).append(functools.partial(_announce_untested, library, attribute))
+        if missing(library):
+            changes.setdefault(module, []).append(functools.partial(_announce_fallback, library, attribute))
     return changes
 
 
 @functools.cache
-def untested(library: str) -> str:
-    """The installed version of a library if the seams were not tested with it; empty otherwise."""
+def missing(library: str) -> tuple[str, ...]:
+    """What the seams need and the installed version of a library lacks, by name; nothing of it is imported."""
     try:
         version = importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
-        return ""
-    known = library not in TESTED or version.startswith(tuple(f"{tested}." for tested in TESTED[library]))
-    return "" if known else version
+        return ()
+    package = importlib.util.find_spec(library)
+    if library not in OLDEST or package is None or not package.submodule_search_locations:
+        return ()
+    if version_numbers(version) < version_numbers(OLDEST[library]):
+        return (f"{library} {OLDEST[library]} or newer",)
+    folder = Path(next(iter(package.submodule_search_locations)))
+    return tuple(lack for seam in SEAMS if _library(seam) == library and (lack := _lack(seam, folder)))
+
+
+def _library(seam: Seam) -> str:
+    return seam.module.split(".")[0]
+
+
+def _lack(seam: Seam, folder: Path) -> str:
+    """What a library in a folder lacks for a seam; empty if the seam fits. A new parameter must be optional."""
+    file = folder.joinpath(*seam.module.split(".")[1:])
+    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+    if not file.is_file():
+        return seam.module
+    parameters = _parameters(ast.parse(file.read_bytes()), seam.attribute)
+    name, needs = f"{seam.module}.{seam.attribute}", seam.needs.split()
+    if parameters is None:
+        return name
+    required = {parameter for parameter, optional in parameters.items() if not optional}
+    return "" if required <= set(needs) <= set(parameters) else f"{name}({', '.join(needs)})"
+
+
+def _parameters(module: ast.Module, attribute: str) -> dict[str, bool] | None:
+    """The parameters of a function or method by name, and whether each is optional; None if it is not defined there."""
+    path, _, name = attribute.rpartition(".")
+    owner: ast.AST | None = module
+    if path:
+        owner = next((node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == path), None)
+    if owner is None:
+        return None
+    functions = (node for node in ast.walk(owner) if isinstance(node, ast.FunctionDef) and node.name == name)
+    if function := next(functions, None):
+        of = function.args
+        by_position = [*of.posonlyargs, *of.args]
+        first_optional = len(by_position) - len(of.defaults)
+        optional = {one.arg: i >= first_optional for i, one in enumerate(by_position)}
+        return optional | {
+            one.arg: default is not None for one, default in zip(of.kwonlyargs, of.kw_defaults, strict=True)
+        }
+    if name == "__init__" and isinstance(owner, ast.ClassDef) and owner.decorator_list:  # a dataclass: its fields
+        fields = (node for node in owner.body if isinstance(node, ast.AnnAssign))
+        return {node.target.id: node.value is not None for node in fields if isinstance(node.target, ast.Name)}
+    return None
 
 
 def _replace(seam: Seam, module: ModuleType) -> None:
@@ -219,8 +297,8 @@ def _refuse_on_xla(module: ModuleType) -> None:
     module.Accelerator.__init__ = refusing
 
 
-def _announce_untested(library: str, attribute: str, module: ModuleType) -> None:
-    """Report at first use that a library's own engine runs: its version was not tested."""
+def _announce_fallback(library: str, attribute: str, module: ModuleType) -> None:
+    """Report at first use that a library's own engine runs, and what it lacks for fullshard's."""
     owner, name = _owner(module, attribute)
     original = getattr(owner, name)
 
@@ -229,10 +307,10 @@ def _announce_untested(library: str, attribute: str, module: ModuleType) -> None
         from fullshard.distributed import runtime
 
         runtime.warn_once(
-            f"untested {library}",
-            f"{library} {untested(library)} is not a version that fullshard's integrations were tested with "
-            f"({', '.join(TESTED[library])}), so {library} runs as it is, on its own engine. Install a tested version, "
-            "or use --no_integrations to leave this message out",
+            f"{library} lacks a seam",
+            f"{library} {importlib.metadata.version(library)} lacks what fullshard's integrations need "
+            f"({'; '.join(missing(library))}), so {library} runs as it is, on its own engine. Install a version that "
+            f"has it ({library} {OLDEST[library]} does), or use --no_integrations to leave this message out",
         )
         original(self, *args, **kwargs)
 

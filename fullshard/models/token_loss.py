@@ -110,9 +110,10 @@ def _token_losses(  # type: ignore[no-untyped-def]
     lse = largest + tl.log(total)
 
     # Correct if the label's logit is the largest, and the first of those that are.
-    near = label // BLOCK * BLOCK + lanes
-    ahead = near < label
-    others = _capped(tl.load(logits + near, mask=ahead & known, other=0), before, after, TANH, SCALED)
+    column = tl.where(known, label, 0)
+    near = column // BLOCK * BLOCK + lanes
+    ahead = near < column
+    others = _capped(tl.load(logits + near, mask=ahead, other=0), before, after, TANH, SCALED)
     earlier = tl.maximum(earlier, tl.max(tl.where(ahead, others, lowest), 0))
     correct = (target >= largest) & (earlier < target)
 

@@ -184,7 +184,10 @@ def body(contents: Contents) -> str:
     blocks = {"charts": charts, **contents.data}
     there = {name: text for name, text in contents.sections.items() if text}
     links = "".join(f'<li><a href="#{_id_of(text)}">{escape(name)}</a></li>' for name, text in there.items())
-    undrawn = f"Charts are not drawn: {PACKAGE} is not installed here. The tables have the values."
+    undrawn = (
+        f"Charts are not drawn: {PACKAGE} is not installed here. The tables have the values; for the charts, "
+        "pip install 'fullshard[report]' and make the report again with fullshard report."
+    )
     lead = f"{contents.lead}\n{'' if chart_library() else note(undrawn)}"
     return "\n".join([
         '<a class="skip" href="#main">Skip to the content</a>',

@@ -206,7 +206,8 @@ def test_a_tokenizer_that_ends_texts_itself() -> None:
 
 
 def test_data_sets_in_another_format(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     rows = datasets.Dataset.from_list(
         [{"input_ids": list(range(1, 3000)), "labels": list(range(1, 3000)), "id": i} for i in range(2)]
     )
@@ -225,7 +226,8 @@ def test_data_sets_in_another_format(tmp_path: Path) -> None:
 
 
 def test_an_iterable_data_set_is_streamed_in_its_order(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     given = datasets.Dataset.from_list(text_rows(5))
     config, notes = SFTConfig(max_steps=2, cache_dir=str(tmp_path)), list[str]()
     assert streamed(config, given, notes) is config and not notes
@@ -251,7 +253,8 @@ def test_rows_are_shuffled_once(tmp_path: Path) -> None:
     assert [row.value["text"] for row in script_source(rows, "rows", config).rows(7)] == order[7:], "from any position"
     other = SFTConfig(shuffle_dataset=True, seed=4)
     assert script_source(rows, "rows", config).fingerprint() != script_source(rows, "rows", other).fingerprint()
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     given = datasets.Dataset.from_list(rows)
     found = [row.value for row in script_source(given, "rows", config).rows(None)]
     assert found == list(given.shuffle(seed=3)), "as `datasets` and TRL do it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections import Counter
 from itertools import pairwise
@@ -67,7 +66,6 @@ def documents(row: list[list[int]]) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_recorded_is_trl_s(name: str) -> None:
     assert trl_tokens.trl_tokens(CASES[name]) == RECORDED[name]

@@ -265,8 +265,8 @@ def test_a_good_step_after_an_exception(strategy, where):
 def test_generate_with_ranks_that_stop_at_different_lengths(cache):
     if not cache and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
         pytest.skip(
-            "transformers 5.17: without a cache the mask of a finished rank grows on while its tokens do not, and the "
-            "next forward fails on that rank"
+            "needs transformers 5.20: with 5.17 and no cache the mask of a finished rank grows on while its tokens do "
+            "not, and the next forward fails on that rank"
         )
     torch.manual_seed(3)
     plain = llama()

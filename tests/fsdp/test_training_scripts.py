@@ -289,7 +289,7 @@ def test_optimizers_that_need_whole_parameters(strategy, name):
         return getattr(torch.optim, name)(m.parameters(), lr=0.1)
 
     if name == "Rprop" and strategy == "NO_SHARD" and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11 has no sharding rule for index_put_ on a DTensor, which Rprop calls")
+        pytest.skip("needs torch 2.12: 2.11 has no sharding rule for index_put_ on a DTensor, which Rprop calls")
     if strategy == "NO_SHARD":  # what the refusal suggests
         train_both(Stack, strategy, optimizer)
         return

@@ -59,7 +59,7 @@ def run(folder: Path, value: Any, **changes: Any) -> Found:
 @gpu_ranks(1)
 def test_sizes_hold_and_losses_are_the_same(tmp_path: Path) -> None:
     if torch.accelerator.current_accelerator(check_available=True) is None:
-        pytest.skip("a CPU does not count memory")
+        pytest.skip("needs a GPU: a CPU does not count memory")
     plain, kept = run(tmp_path, True), run(tmp_path, False)
     low, high = plain.peak, kept.peak
     assert kept.losses == plain.losses and high > 2 * low

@@ -71,8 +71,8 @@ def test_ranks_that_take_different_branches(strategy, no_sync):
 def test_generate_with_ranks_that_stop_at_different_lengths(strategy, cache, world_size):
     if not cache and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
         pytest.skip(
-            "transformers 5.17: without a cache the mask of a finished rank grows on while its tokens do not, and the "
-            "next forward fails on that rank"
+            "needs transformers 5.20: with 5.17 and no cache the mask of a finished rank grows on while its tokens do "
+            "not, and the next forward fails on that rank"
         )
     device, me = runtime.device(), runtime.rank()
     plain = llama().to(device).eval()

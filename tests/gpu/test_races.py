@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case]] = {
 def test_a_fault_is_caught(name):
     fault, case = FAULTS[name]
     if torch.accelerator.current_accelerator(check_available=True) is None:
-        pytest.skip("without streams there are no races")
+        pytest.skip("needs a GPU: without streams there are no races")
     calm = train_sharded(case)
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)

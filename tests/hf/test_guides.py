@@ -146,7 +146,6 @@ def adapter_logits(folder) -> torch.Tensor:
     [("peft_fsdp", LORA, FP32, 1e-4), ("peft_fsdp_qlora", QLORA, (), 1e-3)],
 )
 def test_sft_with_the_guides_file_and_command(file, how, precision, tolerance, tmp_path):
-    pytest.importorskip("trl")
     reference, ours = tmp_path / "reference", tmp_path / "ours"
     alone(PEFT, *peft_command(reference, 4, how))
     text = launched(PEFT, *peft_command(ours, 2, how), flags=with_file(file, *precision))
@@ -159,7 +158,6 @@ def test_sft_with_the_guides_file_and_command(file, how, precision, tolerance, t
 @pytest.mark.parametrize("writer", ["fullshard", "trl", "accelerate"])
 def test_sft_resumes_from_a_checkpoint(writer, tmp_path):
     """Written by this engine, by TRL in one process, and on Accelerate's own FSDP."""
-    pytest.importorskip("trl")
     flags, written, ours = with_file("peft_fsdp", *FP32), tmp_path / "written", tmp_path / "ours"
     if writer == "trl":
         alone(PEFT, *peft_command(written, 4, LORA))

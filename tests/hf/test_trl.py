@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 from tests.hf.launched import alone, launched, result
 from tests.pool import ROOT
 
-pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
 
 DATA = ROOT / "quickstart" / "data" / "train.jsonl"

@@ -191,7 +191,6 @@ COMBINATIONS = [
 @pytest.mark.parametrize("section", COMBINATIONS)
 def test_accelerate_means_the_same(tmp_path, monkeypatch, section):
     """Our reading of the file, Accelerate's plugin, and our reading of Accelerate's variables are one."""
-    pytest.importorskip("accelerate")
     import yaml
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -233,7 +232,6 @@ def test_accelerate_means_the_same(tmp_path, monkeypatch, section):
 
 
 def test_every_key_of_accelerates_file_is_known():
-    pytest.importorskip("accelerate")
     import dataclasses
 
     from accelerate.commands.config.config_args import ClusterConfig

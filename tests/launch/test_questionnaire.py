@@ -203,7 +203,6 @@ def test_more_processes_than_gpus_are_asked_for_again(monkeypatch):
 
 
 def accelerates(path):
-    pytest.importorskip("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file
 
     return load_config_from_file(str(path))

@@ -173,9 +173,8 @@ def test_a_terminal_and_a_pipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_browser() is None, reason="there is no browser here")
+@pytest.mark.skipif(find_browser() is None, reason="needs a browser")
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert")
     out = tmp_path / "layout.html"
     assert command("show", str(write_plan(tmp_path, "odd", {"fsdp": 2})), "--out", str(out))[0] == 0
     with Browser(str(find_browser())) as browser, contextlib.ExitStack() as open_pages:

@@ -61,12 +61,19 @@ def with_adapter(model):
         ("FULL_SHARD", False, True),
         pytest.param("FULL_SHARD", True, False, marks=pytest.mark.slow),
         pytest.param("NO_SHARD", False, True, marks=pytest.mark.slow),
-        pytest.param("HYBRID_SHARD", True, True, marks=pytest.mark.slow),
     ],
 )
-def test_quantized_while_loading(tmp_path, world_size, strategy, offload, double):
-    if world_size == 1 and strategy.startswith("HYBRID"):
-        pytest.skip("one rank has no replicas")
+def test_quantized_while_loading(tmp_path, strategy, offload, double):
+    check_quantized_while_loading(tmp_path, strategy, offload, double)
+
+
+@pytest.mark.slow
+@ranks(2, 4)
+def test_quantized_while_loading_on_replicas(tmp_path):
+    check_quantized_while_loading(tmp_path, "HYBRID_SHARD", True, True)
+
+
+def check_quantized_while_loading(tmp_path, strategy, offload, double):
     plain = llama(torch.bfloat16)
     if runtime.is_main():
         plain.save_pretrained(tmp_path)

@@ -15,8 +15,6 @@ from tests.report.made_run import HOSTILE
 from tests.report.plans import make_plan
 from tests.report.test_report_in_browser import PHONE, WIDE, faults, opened, texts
 
-pytest.importorskip("vl_convert", reason="needs vl-convert-python, which draws charts")
-
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):

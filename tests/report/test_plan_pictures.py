@@ -186,7 +186,6 @@ def test_charts_hold_the_numbers() -> None:
 
 
 def test_the_picture_has_its_charts() -> None:
-    pytest.importorskip("vl_convert")
     view, gathered, _ = parts(make_plan())
     root = ET.fromstring(plan_svg(view, "a title", plan_charts(gathered, MEMORY)))
     assert len([one for one in root.iter(f"{SVG}svg") if one is not root]) == 3

@@ -14,7 +14,6 @@ from fullshard.report.serve import LivePage, LoopbackServer
 from tests import page_checks
 from tests.report.made_run import HOSTILE, full_run, hostile_run, made_metrics, made_run, training_record
 
-pytest.importorskip("vl_convert", reason="needs vl-convert-python, which draws charts")
 WIDE, PHONE = (1280, 900), (360, 740)
 CURVES = ("loss", "learning-rate", "grad-norm", "accuracy", "speed", "memory")
 OF_SEVERAL = {*CURVES, "loss-tokens", "loss-time"}

@@ -44,7 +44,6 @@ def four_bits(folder: Path, **changes: Any) -> Any:
 
 
 def check(place: Path, ready_made: bool, **changes: Any) -> None:
-    pytest.importorskip("bitsandbytes")
     if runtime.is_main():
         make_folder(place, hidden_size=64, intermediate_size=128)  # bitsandbytes needs rows of whole blocks
     runtime.barrier()
@@ -86,7 +85,8 @@ def test_a_4_bit_model_of_bitsandbytes_trains_with_evaluations(tmp_path: Path) -
 
 @ranks(1)
 def test_scales_that_an_evaluation_has_rounded_are_refused(tmp_path: Path) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    import bitsandbytes
+
     make_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
     model = four_bits(tmp_path / "model")
     layer = model.model.layers[0].mlp.up_proj.weight  # what bitsandbytes does for an evaluation on some processors
@@ -103,7 +103,6 @@ def test_so_it_does_over_ranks(ready_made: bool, tmp_path: Path) -> None:
 
 
 def eight_bits(folder: Path) -> Any:
-    pytest.importorskip("bitsandbytes")
     make_model().save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 

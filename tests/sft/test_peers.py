@@ -45,7 +45,8 @@ def test_every_name_is_known() -> None:
 
 
 def test_every_name_of_trl_is_known() -> None:
-    trl = pytest.importorskip("trl")
+    import trl
+
     theirs = {field.name for field in dataclasses.fields(trl.SFTConfig)}
     assert theirs == PEER_NAMES
     ours = {name: option.default for option in options_of(SFTConfig) for name in option.names}
@@ -291,7 +292,6 @@ def test_a_subclass_of_a_script(tmp_path: Path) -> None:
 
 
 def test_trl_s_parser(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
     file = tmp_path / "run.yaml"
     file.write_text("output_dir: x\nmax_length: 9\nlearning_rate: 1.0e-3\nmodel_name_or_path: m\npacking: true\n")
     program = (

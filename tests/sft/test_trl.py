@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ def check(kind: str, world_size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 @pytest.mark.parametrize("kind", trl_curve.KINDS)
 def test_the_recorded_curve_is_trl_s(kind: str) -> None:
     assert trl_curve.trl_losses(kind) == pytest.approx(json.loads(trl_curve.FILE.read_text())[kind], abs=1e-4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 ANY_ORDER = "sort_ranks" in inspect.signature(torch.distributed.new_group).parameters
-needs_any_order = pytest.mark.skipif(not ANY_ORDER, reason="device orders other than ascending need torch 2.12")
+needs_any_order = pytest.mark.skipif(not ANY_ORDER, reason="needs torch 2.12: device orders other than ascending")
 
 
 def keepable(specs):

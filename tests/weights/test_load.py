@@ -60,11 +60,17 @@ def test_equals_from_pretrained_by_strategy(files, name, strategy):
 
 @pytest.mark.slow
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not name.startswith("HYBRID")])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_equals_from_pretrained_everywhere(files, name, strategy, world_size):
-    if strategy.startswith("HYBRID") and world_size == 1:
-        pytest.skip("one rank has no groups")
+def test_equals_from_pretrained_everywhere(files, name, strategy):
+    _check(files, name, strategy)
+
+
+@pytest.mark.slow
+@ranks(2, 4)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name.startswith("HYBRID")])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_from_pretrained_on_replicas(files, name, strategy):
     _check(files, name, strategy)
 
 

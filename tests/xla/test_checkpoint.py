@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch_xla")
+pytest.importorskip("torch_xla", reason="needs torch_xla")
 
 import torch
 import torch.distributed.checkpoint as dcp

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch_xla")
+pytest.importorskip("torch_xla", reason="needs torch_xla")
 
 import torch
 from torch import nn

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-torch_xla = pytest.importorskip("torch_xla")
+torch_xla = pytest.importorskip("torch_xla", reason="needs torch_xla")
 
 from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch_xla")
+pytest.importorskip("torch_xla", reason="needs torch_xla")
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model

@@ -11,5 +11,5 @@ def torch_python() -> str:
     """Its path; without one the test is skipped."""
     python = os.environ.get("FULLSHARD_TORCH_PYTHON")
     if not python:
-        pytest.skip("FULLSHARD_TORCH_PYTHON, the interpreter of the torch engine, is not set: make test-xla sets it")
+        pytest.skip("needs the torch engine's interpreter, FULLSHARD_TORCH_PYTHON: make test-xla sets it")
     return python
