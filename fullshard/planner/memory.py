@@ -24,29 +24,16 @@ from fullshard.planner.unit_memory import Transport, UnitMemory, signature, unit
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes that a rank needs between steps."""
+class StateMemory:
+    """Bytes that a rank needs whatever its batches are: on the device, or on the host if they are offloaded."""
 
     shards: int
     gradients: int
     optimizer: int
-    gathered: int
-    """The most bytes of gathered layers at once, on top of the rest."""
 
     @property
     def total(self) -> int:
         return self.shards + self.gradients + self.optimizer
-
-
-def need_of(plan: ShardingPlan, optimizer: OptimizerMemory, on_host: bool = False) -> MemoryNeed:
-    """The memory that a plan needs with an optimizer.
-
-    `on_host` is whether all of it is in host memory, which has the embedding in any case if that is offloaded.
-    """
-    trained = [p for unit in plan.units for p in unit.parameters if p.trainable]
-    gradients = sum(p.shard_bytes for p in trained)
-    shards = plan.shard_bytes - (0 if on_host else plan.host_bytes)
-    return MemoryNeed(shards, gradients, sum(map(optimizer.unit_state, plan.units)), plan.gathered_bound())
 
 
 LOADING = 6
@@ -70,6 +57,8 @@ class MemoryEstimate:
     """Host memory per node, by part."""
     rest: int = 0
     """Bytes that torch has allocated between steps."""
+    state: StateMemory = StateMemory(0, 0, 0)
+    """What does not depend on activations."""
 
     @property
     def peak(self) -> int:
@@ -148,6 +137,11 @@ def estimate_memory(
     return _Estimate(plan, traces, layers, kinds, levels, options).result(evaluation)
 
 
+def state_memory(plan: ShardingPlan, options: MemoryOptions) -> StateMemory:
+    """What an estimate counts without a trace: shards, gradients and optimizer state."""
+    return _Estimate(plan, {}, (), {}, (), options).state
+
+
 class _Estimate:
     def __init__(
         self, plan: ShardingPlan, traces: Mapping[Level, StepTrace], layers: Sequence[str], kinds: Mapping[str, str],
@@ -181,9 +175,22 @@ class _Estimate:
             largest=self._largest, snapshot=self._saved if self.options.async_save else 0,
         )  # fmt: skip
         host = host_memory(needs, self.options.ranks_per_node, self.options.accelerator)
-        return MemoryEstimate(moments, tuple(ledger.timeline), reserved, host, sum(self._static.values()))
+        rest = sum(self._static.values())
+        return MemoryEstimate(moments, tuple(ledger.timeline), reserved, host, rest, self.state)
 
     # --- what is there all the time -----------------------------------------------------------------------------------
+
+    @cached_property
+    def state(self) -> StateMemory:
+        offload, unsharded = self.transport.offload, self.options.unsharded
+        paged = self.transport.accelerator and self.options.optimizer.paged
+        shards = sum(unit.host_shards if offload else unit.shards for unit in self.units.values())
+        gradients = sum(unit.pieces for unit in self.units.values())
+        return StateMemory(
+            shards + sum(p.shard_bytes for p in unsharded),
+            gradients + sum(p.shard_bytes for p in unsharded if p.trainable),
+            self.optimizer_state if offload or not paged else 0,
+        )
 
     @cached_property
     def optimizer_state(self) -> int:

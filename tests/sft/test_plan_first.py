@@ -101,7 +101,7 @@ def test_a_run_that_cannot_fit_stops_with_advice(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as stopped:
             trainer.train()
         text = str(stopped.value)
-        assert "Does not fit: each device needs" in text and "--skip_plan starts the run all the same" in text
+        assert "Does not fit: each device needs" in text and "--skip_plan starts the run anyway" in text
         assert "Smallest change that fits: gradient_checkpointing true (512.0 KiB per device)." in text
         assert not (tmp_path / "out" / "plan.json").exists() and not (tmp_path / "out" / "settings.json").exists()
         trainer_of(tmp_path, skip_plan=True).train()
@@ -157,3 +157,25 @@ def test_a_script_s_own_loss_never_stops_a_run(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_first, "machine_of_run", lambda: small_gpu(2**20))
         Own(str(tmp_path / "model"), config, train_dataset=text_rows(60), tokenizer=make_tokenizer()).train()
+
+
+@ranks(1)
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_no_batch_could_fit_is_refused_without_a_plan_too(tmp_path: Path, skip: bool) -> None:
+    """The same part of the estimate decides, before anything is traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_first, "available_memory", lambda on_host: (2**12, "host memory"))
+        patch.setattr(plan_first, "plan_step", lambda *_: pytest.fail("planned"))
+        with pytest.raises(ConfigError, match=r"the model does not fit: each rank needs at least .* but has 4.0 KiB"):
+            trainer_of(tmp_path, skip_plan=skip).train()
+
+
+@ranks(1)
+def test_the_state_that_is_checked_is_the_estimate_s(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, **LORA)
+    trainer.prepare()
+    assert trainer.estimate is not None
+    plan, state = trainer.loop.model.plan, trainer.estimate.memory.state
+    parts = trainer.estimate.memory.moments["optimizer step"]
+    assert (state.shards, state.gradients) == (plan.shard_bytes, parts["gradients"]) and state.gradients
+    assert state.optimizer == parts["optimizer"] == 2 * state.gradients
