@@ -25,7 +25,7 @@ from fullshard.report.find_plan import StoredPlan, find_plan
 if TYPE_CHECKING:
     from fullshard.fsdp.plan import ShardingPlan
     from fullshard.planner.engine_memory import Schedule
-    from fullshard.planner.plan_request import PlanRequest
+    from fullshard.planner.request import PlanRequest
     from fullshard.report.step_memory import StepMemory
 
 SUFFIXES = (".svg", ".html")
@@ -145,10 +145,10 @@ def _memory_of_run(estimate: dict[str, Any]) -> StepMemory | None:
 def _from_estimate(request: PlanRequest) -> Shown:
     from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
     from fullshard.planner.engine_memory import Schedule
-    from fullshard.planner.estimate_run import Pricing
+    from fullshard.planner.estimate import Estimator
     from fullshard.report.step_memory import StepMemory
 
-    estimate = Pricing()(with_data(request))
+    estimate = Estimator()(with_data(request))
     engine, machine, memory = request.engine, estimate.machine, estimate.memory
     ahead = BackwardPrefetch.of(engine.backward_prefetch or BackwardPrefetch.BACKWARD_PRE)
     return Shown(

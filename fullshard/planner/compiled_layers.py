@@ -29,7 +29,7 @@ from fullshard.device.torch_private import (
 from fullshard.models.kernels_on_meta import WORKSPACES
 from fullshard.planner.joint_graph import DividedGraph, JointGraph, Recording, divide, record
 from fullshard.planner.step_trace import FLOPS
-from fullshard.planner.trace_storages import StorageTrace, Usage
+from fullshard.planner.storages import StorageTrace, Usage
 from fullshard.quant import workspace
 from fullshard.spmd.tensor_tree import map_tensors, tensors_in
 

@@ -15,9 +15,8 @@ from functools import cached_property
 from fullshard.activations.levels import Level
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
-from fullshard.planner.engine_memory import EngineMemory, Schedule
+from fullshard.planner.engine_memory import EngineMemory, Ledger, Schedule
 from fullshard.planner.host_memory import HostNeeds, host_memory, reserved_memory
-from fullshard.planner.ledger import Ledger
 from fullshard.planner.optimizer_state import OptimizerMemory
 from fullshard.planner.step_trace import Segment, StepTrace
 from fullshard.planner.unit_memory import Transport, UnitMemory, signature, units_of
@@ -158,7 +157,7 @@ class _Estimate:
     def result(self, evaluation: StepTrace | None) -> MemoryEstimate:
         schedule = self.schedule
         ledger = self._step(schedule)
-        reserved = reserved_memory(self.plan, self.options.accelerator, ledger, self.options.device_memory)
+        reserved = reserved_memory(self.plan, self.options.accelerator, ledger.peak, self.options.device_memory)
         if self._keeps_copies(ledger, reserved):
             schedule = replace(schedule, keep_copies=True)
             ledger = self._step(schedule)
@@ -275,13 +274,12 @@ class _Estimate:
         total = self.options.device_memory
         if not self.options.keeps_copies:
             return False
-        peak = max(sum(parts.values()) for parts in ledger.moments.values())
         size = sum(unit.gathered for unit in self.units.values() if unit.only_casts)
         if self.options.budget is not None:
-            return 0 < size <= self.options.limit(reserved) - peak
+            return 0 < size <= self.options.limit(reserved) - ledger.peak
         if total is None or not self.options.accelerator:
             return False
-        spare = total - reserved - peak
+        spare = total - reserved - ledger.peak
         return 2 * spare >= total and 0 < size <= spare // 2
 
     # --- one step -----------------------------------------------------------------------------------------------------

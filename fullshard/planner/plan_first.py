@@ -29,14 +29,14 @@ from fullshard.fsdp.strategy import dtype_name
 from fullshard.lora.model_size import dense_line, summary
 from fullshard.models.causal_lm import causal
 from fullshard.parallel.settings import EngineSettings
-from fullshard.planner.estimate import Estimate
-from fullshard.planner.estimate_run import Pricing, advised
+from fullshard.planner.batch import BatchShape
+from fullshard.planner.changes import with_advice
+from fullshard.planner.estimate import Estimate, Estimator
 from fullshard.planner.machines import MACHINES, Machine, host_memory, recognize
 from fullshard.planner.memory import MemoryOptions, StateMemory, state_memory
 from fullshard.planner.optimizer_state import OptimizerMemory, names_apart
-from fullshard.planner.plan_request import PlanRequest
 from fullshard.planner.planned_model import planned_model
-from fullshard.planner.step_trace import BatchShape
+from fullshard.planner.request import PlanRequest
 from fullshard.planner.verdict import MOMENTS, cannot_fit, check_state
 from fullshard.sft.adapter import Say
 from fullshard.sft.sft_config import SFTConfig
@@ -145,8 +145,8 @@ def estimate_now(run: RunToPlan) -> Estimate:
     """What the run needs and costs on the devices of this job."""
     if run.batch is None:
         raise CapacityError("the length of batches is not known in advance.")
-    machine, price = machine_of_run(), Pricing()
-    with price.clock("model and plan"), described(run) as (config, place):
+    machine, estimator = machine_of_run(), Estimator()
+    with estimator.clock("model and plan"), described(run) as (config, place):
         planned = planned_model(
             config, run.engine, place, machine.num_processes, machine.nodes, device=machine.kind, steps=run.steps,
             peft_config=run.peft_config, started=True, all_parts=run.base is None,
@@ -155,7 +155,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
     planned = dataclasses.replace(planned, plan=run.model.plan)
     assumed = [] if run.own_loss else ["the loss is the script's: what it keeps is not counted"]
     name = str(run.base) if run.base is not None else type(causal(run.model)).__name__
-    return price.price(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer, run.usable)
+    return estimator.of_model(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer, run.usable)
 
 
 @contextlib.contextmanager
@@ -200,7 +200,7 @@ def check(estimate: Estimate, run: RunToPlan) -> None:
         return
     request = PlanRequest(run.config, run.engine, run.base, None, machine)
     if run.base is not None:
-        estimate = advised(estimate, request, Pricing())
+        estimate = with_advice(estimate, request, Estimator())
     raise ConfigError(f"{' '.join(estimate.verdict.sentences())} --skip_plan starts the run anyway.")
 
 

@@ -13,7 +13,7 @@ from fullshard.config.byte_size import memory_size
 from fullshard.distributed.console import Terminal
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.memory import MemoryEstimate
-from fullshard.planner.plan_search import Found, SearchResult
+from fullshard.planner.search import Candidate, SearchResult
 
 ROWS, FILES = 12, 3
 """How many settings are listed, and how many are shown as files."""
@@ -64,7 +64,7 @@ def nothing_fits(result: SearchResult) -> list[str]:
     return [*lines, f"What would help: {', '.join(ways)}."]
 
 
-def _table(rows: tuple[Found, ...]) -> Table:
+def _table(rows: tuple[Candidate, ...]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="", pad_edge=False)
     for name in ("", "tokens/s", "step", "device memory", "host memory"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -25,8 +25,8 @@ from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.models.causal_lm import causal
 from fullshard.parallel import model as parallelize
 from fullshard.planner.memory import MemoryEstimate, MemoryOptions, estimate_memory
+from fullshard.planner.memory_settings import SLACK, kept_bytes
 from fullshard.planner.optimizer_state import OptimizerMemory
-from fullshard.planner.planned_memory import SLACK, kept_bytes
 from fullshard.planner.step_trace import Segment, StepTrace
 from fullshard.sft.optimizer import class_and_options
 from fullshard.sft.sft_config import SFTConfig

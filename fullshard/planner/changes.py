@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.config.errors import ConfigError, UserError
 from fullshard.optim.names import SERVED
-from fullshard.planner.estimate import Estimate
-from fullshard.planner.plan_request import PlanRequest
+from fullshard.planner.estimate import Estimate, Estimator
+from fullshard.planner.request import PlanRequest
 from fullshard.planner.verdict import Change
 
 WEIGHTS = frozenset({"shards", "gathered", "gradients", "optimizer", "buffers"})
@@ -319,3 +320,21 @@ def _after(first: Variant, second: Variant) -> Variant:
     """Two changes, one after the other."""
     words = f"{first.words}, {second.words}" if first.words else second.words
     return Variant(second.request, words, {**first.settings, **second.settings}, first.keeps & second.keeps)
+
+
+def estimate_with_advice(request: PlanRequest) -> Estimate:
+    """What a run needs and costs and, if it does not fit, the smallest change that would make it fit."""
+    estimator = Estimator()
+    return with_advice(estimator(request), request, estimator)
+
+
+def with_advice(estimate: Estimate, request: PlanRequest, estimator: Estimator) -> Estimate:
+    """An estimate with the smallest change that would make the run fit, if it does not."""
+    if estimate.verdict.fits is not False:
+        return estimate
+    search = ChangeSearch(request, estimate, estimator)
+    began = time.perf_counter()
+    changes = tuple(search.find())
+    verdict = dataclasses.replace(estimate.verdict, changes=changes, tried=search.tried)
+    seconds = {**estimate.seconds, "advice": time.perf_counter() - began}
+    return dataclasses.replace(estimate, verdict=verdict, seconds=seconds)

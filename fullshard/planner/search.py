@@ -21,9 +21,9 @@ from fullshard.config.options import nearest
 from fullshard.fsdp.plan import ShardingPlan, item_size
 from fullshard.parallel.fsdp_flags import read_section, read_words
 from fullshard.parallel.settings import STRATEGIES
+from fullshard.planner.changes import splits
 from fullshard.planner.estimate import Estimate
-from fullshard.planner.plan_changes import splits
-from fullshard.planner.plan_request import PlanRequest
+from fullshard.planner.request import PlanRequest
 from fullshard.sft.sft_config import SFTConfig
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ Price = Callable[[PlanRequest], Estimate]
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """Settings, and what the run needs and costs with them."""
 
     request: PlanRequest
@@ -107,9 +107,9 @@ class Found:
 class SearchResult:
     """What a search has found."""
 
-    fitting: tuple[Found, ...]
+    fitting: tuple[Candidate, ...]
     """The fastest first."""
-    nearest: Found | None
+    nearest: Candidate | None
     """If nothing fits: what comes nearest."""
     tried: int
     allowed: tuple[str, ...] = ()
@@ -223,8 +223,8 @@ class _Search:
         config = request.config
         self.asked, self.price, self.say = request, price, say
         self.splits = splits(config.per_device_train_batch_size, config.gradient_accumulation_steps)
-        self.fitting: list[Found] = []
-        self.nearest: Found | None = None
+        self.fitting: list[Candidate] = []
+        self.nearest: Candidate | None = None
         self.tried = 0
         self._kept: set[Any] = set()
         """What fits of the current method."""
@@ -241,7 +241,7 @@ class _Search:
                 weights = weights or weight_bytes(first.estimate.plan)
                 best |= {request.engine.strategy} if first.fits else set()
 
-    def _explore_sharding(self, request: PlanRequest, words: list[str]) -> Found | None:
+    def _explore_sharding(self, request: PlanRequest, words: list[str]) -> Candidate | None:
         """One strategy: the largest micro-batch that fits with each kind of recomputation. Returns the whole batch at
         once without recomputation, whether it fits or not."""
         none, auto, full, on_host = range(len(CHECKPOINTING))
@@ -273,7 +273,7 @@ class _Search:
         self._keep(best)
         return high
 
-    def _keep(self, found: Found | None) -> None:
+    def _keep(self, found: Candidate | None) -> None:
         if found is None or not found.fits:
             return
         same = (found.request.engine, found.estimate.batch, found.estimate.levels)
@@ -281,7 +281,7 @@ class _Search:
             self._kept.add(same)
             self.fitting.append(found)
 
-    def _try(self, request: PlanRequest, words: list[str], kind: int, index: int) -> Found | None:
+    def _try(self, request: PlanRequest, words: list[str], kind: int, index: int) -> Candidate | None:
         """What a candidate needs and costs; None where its settings exclude each other."""
         rows, accumulation = self.splits[index]
         name, settings = CHECKPOINTING[kind]
@@ -293,7 +293,7 @@ class _Search:
         self.say(said)
         self.tried += 1
         try:
-            found = Found(changed, self.asked, said, self.price(changed))
+            found = Candidate(changed, self.asked, said, self.price(changed))
         except UserError:  # settings that this model or strategy excludes
             return None
         if self.nearest is None or found.rank < self.nearest.rank:
