@@ -55,7 +55,6 @@ class _Buffer:
     reads: set[int] = field(default_factory=set)
     """The buffers that it is computed from."""
     in_memory: bool = False
-    last_use: int = -1
 
 
 def forward_cost(divided: DividedGraph, inputs: Iterable[torch.Tensor], states: torch.Tensor, rounding: int) -> Cost:
