@@ -132,8 +132,8 @@ def plan_step(run: RunToPlan, say: Say) -> Estimate | None:
         except Exception as error:  # a plan is advice: a fault of the planner must not stop a run
             say(f"plan: activations cannot be planned ({type(error).__name__}: {first_line(error)}).")
             return
-        check(estimate, run)
-        say(describe(estimate))
+        check_estimate(estimate, run)
+        say(describe_peak(estimate))
         whole = run.own_optimizer and run.own_loss
         estimates.append(estimate if whole else dataclasses.replace(estimate, choice=None))
 
@@ -146,12 +146,12 @@ def estimate_now(run: RunToPlan) -> Estimate:
     if run.batch is None:
         raise CapacityError("the length of batches is not known in advance.")
     machine, estimator = machine_of_run(), Estimator()
-    with estimator.clock("model and plan"), described(run) as (config, place):
+    with estimator.clock("model and plan"), described_model(run) as (config, place):
         planned = planned_model(
             config, run.engine, place, machine.num_processes, machine.nodes, device=machine.kind, steps=run.steps,
             peft_config=run.peft_config, started=True, all_parts=run.base is None,
         )  # fmt: skip
-    check_same(planned.plan, run.model.plan)
+    check_same_plan(planned.plan, run.model.plan)
     planned = dataclasses.replace(planned, plan=run.model.plan)
     assumed = [] if run.own_loss else ["the loss is the script's: what it keeps is not counted"]
     name = str(run.base) if run.base is not None else type(causal(run.model)).__name__
@@ -159,7 +159,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
 
 
 @contextlib.contextmanager
-def described(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
+def described_model(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     """The settings and the place of a model that is like the run's, with as many token rows; for one in memory, its
     configuration is written to a temporary folder."""
     config, inner = copy.copy(run.config), causal(run.model)
@@ -184,7 +184,7 @@ def _vocabulary(shape: Any) -> dict[str, Any]:
     return next(({name: rows} for name in shape.sub_configs if getattr(shape, name, None) is text), rows)
 
 
-def check_same(planned: ShardingPlan, real: ShardingPlan) -> None:
+def check_same_plan(planned: ShardingPlan, real: ShardingPlan) -> None:
     """Refuse a planned model with other units or parameters than the run's: a script may have changed its own."""
     found, there = ({unit.name: {p.names for p in unit.parameters} for unit in one.units} for one in (planned, real))
     if found != there:
@@ -192,7 +192,7 @@ def check_same(planned: ShardingPlan, real: ShardingPlan) -> None:
         raise CapacityError(f"the model is not what its configuration describes (in {unlike or 'the root'}).")
 
 
-def check(estimate: Estimate, run: RunToPlan) -> None:
+def check_estimate(estimate: Estimate, run: RunToPlan) -> None:
     """Stop a run that certainly does not fit."""
     machine = estimate.machine
     # On CPUs the kernel decides what is free, and may swap: only `known_state` stops a run.
@@ -204,7 +204,7 @@ def check(estimate: Estimate, run: RunToPlan) -> None:
     raise ConfigError(f"{' '.join(estimate.verdict.sentences())} --skip_plan starts the run anyway.")
 
 
-def describe(estimate: Estimate) -> str:
+def describe_peak(estimate: Estimate) -> str:
     """One line: the planned peak."""
     memory, verdict = estimate.memory, estimate.verdict
     tight = "" if verdict.fits is not False else "; this may not fit"
