@@ -77,12 +77,12 @@ def smaller_evaluation(request: PlanRequest) -> Iterator[Variant]:
 
 def checkpointing(request: PlanRequest) -> Iterator[Variant]:
     """Recompute activations: as much as needed, or all."""
-    given = request.config.gradient_checkpointing
+    checkpointing = request.config.gradient_checkpointing
     if request.engine.activation_checkpointing:
         return
-    if given is False:
+    if checkpointing is False:
         yield _run(request, "gradient_checkpointing auto", WEIGHTS, gradient_checkpointing="auto")
-    if given is not True:
+    if checkpointing is not True:
         yield _run(request, "gradient_checkpointing true", WEIGHTS, gradient_checkpointing=True)
 
 
@@ -231,12 +231,12 @@ class ChangeSearch:
         the other."""
         for lever in levers:
             for before in (list(pulled), []) if pulled else ([],):
-                if (found := self._smallest(before, lever)) is not None:
-                    return found
+                if (change := self._smallest(before, lever)) is not None:
+                    return change
         at = list(pulled)
         for lever in levers:
-            if (found := self._smallest(at, lever)) is not None:
-                return found
+            if (change := self._smallest(at, lever)) is not None:
+                return change
             at.append((lever, FURTHEST))
         return None
 

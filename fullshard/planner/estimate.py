@@ -229,9 +229,9 @@ class Estimator:
             self._models[key] = planned_model(
                 config, built, request.model, machine.num_processes, machine.nodes, device=machine.kind, started=True
             )
-        found = self._models[key]
-        plan = dataclasses.replace(found.plan, strategy=engine.strategy)
-        return dataclasses.replace(found, engine=dataclasses.replace(found.engine, **wanted), plan=plan)
+        planned = self._models[key]
+        plan = dataclasses.replace(planned.plan, strategy=engine.strategy)
+        return dataclasses.replace(planned, engine=dataclasses.replace(planned.engine, **wanted), plan=plan)
 
     def _trace(self, config: SFTConfig, planned: PlannedModel, batch: BatchShape, level: Level | None) -> StepTrace:
         """One micro-batch at a level; without a level, one batch of an evaluation. How the model is sharded makes no

@@ -27,12 +27,12 @@ PASSES = ("forward", "loss", "backward")
 
 def kept_bytes(traces: Mapping[Level, StepTrace]) -> dict[str, dict[Level, float]]:
     """By kind of layer and level, the bytes that a layer keeps for backward."""
-    found: dict[str, dict[Level, float]] = {}
+    sizes: dict[str, dict[Level, float]] = {}
     for level, trace in traces.items():
         for segment in trace.segments:
             if segment.unit and segment.moment == "forward":
-                found.setdefault(segment.unit, {}).setdefault(level, segment.kept)
-    return found
+                sizes.setdefault(segment.unit, {}).setdefault(level, segment.kept)
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ def whole_names(names: set[str], kinds: Mapping[str, str]) -> frozenset[str]:
     alike: dict[str, list[str]] = {}
     for layer, kind in kinds.items():
         alike.setdefault(f"{kind}.", []).append(f"{layer}.")
-    found = set()
+    whole = set()
     for name in names:
         prefix = next((kind for kind in alike if name.startswith(kind)), "")
-        found |= {layer + name.removeprefix(prefix) for layer in alike[prefix]} if prefix else {name}
-    return frozenset(found)
+        whole |= {layer + name.removeprefix(prefix) for layer in alike[prefix]} if prefix else {name}
+    return frozenset(whole)
 
 
 def _unsharded(name: str, t: HeldTensor) -> ParameterPlan:

@@ -186,9 +186,11 @@ def _vocabulary(shape: Any) -> dict[str, Any]:
 
 def check_same_plan(planned: ShardingPlan, real: ShardingPlan) -> None:
     """Refuse a planned model with other units or parameters than the run's: a script may have changed its own."""
-    found, there = ({unit.name: {p.names for p in unit.parameters} for unit in one.units} for one in (planned, real))
-    if found != there:
-        unlike = next(name for name in (*there, *found) if found.get(name) != there.get(name))
+    expected, actual = (
+        {unit.name: {p.names for p in unit.parameters} for unit in one.units} for one in (planned, real)
+    )
+    if expected != actual:
+        unlike = next(name for name in (*actual, *expected) if expected.get(name) != actual.get(name))
         raise CapacityError(f"the model is not what its configuration describes (in {unlike or 'the root'}).")
 
 
@@ -218,10 +220,10 @@ def machine_of_run() -> Machine:
     device, host = runtime.device(), host_memory()
     if accelerator.is_accelerator(device):
         name, memory = accelerator.names()[0], accelerator.total_memory(device)
-        found = recognize(name, memory) or dataclasses.replace(MACHINES["rtx3090"], name=name)
+        machine = recognize(name, memory) or dataclasses.replace(MACHINES["rtx3090"], name=name)
     else:
-        found, memory = MACHINES["cpu"], host
+        machine, memory = MACHINES["cpu"], host
     return dataclasses.replace(
-        found, num_processes=runtime.world_size(), gpus_per_node=runtime.local_world_size(), device_memory=memory,
+        machine, num_processes=runtime.world_size(), gpus_per_node=runtime.local_world_size(), device_memory=memory,
         host_memory=host, node_devices=max(runtime.local_world_size(), accelerator.count()),
     )  # fmt: skip
