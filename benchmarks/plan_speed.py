@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from fullshard.launch.plan_command import read_request
-from fullshard.planner.estimate_run import Pricing
+from fullshard.planner.estimate import Estimator
 
 SHAPE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16384, "intermediate_size": 53248,
@@ -35,10 +35,10 @@ def main() -> None:
         place.write_text(json.dumps(SHAPE))
         for name, flags in KINDS.items():
             request, _ = read_request([str(place), *flags, *RUN, *MACHINE])
-            Pricing()(request)
+            Estimator()(request)
             found = []
             for _ in range(3):
-                price, wall, used = Pricing(), time.perf_counter(), time.process_time()
+                price, wall, used = Estimator(), time.perf_counter(), time.process_time()
                 estimate = price(request)
                 found.append((time.perf_counter() - wall, time.process_time() - used, price.seconds, estimate))
             wall, used, parts, estimate = min(found, key=lambda one: one[1])

@@ -26,7 +26,7 @@ from benchmarks.sft_files import SHAPES, config  # noqa: E402
 from fullshard.device import accelerator  # noqa: E402
 from fullshard.launch.plan_command import read_request  # noqa: E402
 from fullshard.planner import step_time  # noqa: E402
-from fullshard.planner.estimate_run import Pricing  # noqa: E402
+from fullshard.planner.estimate import Estimator  # noqa: E402
 from fullshard.planner.machines import this_machine  # noqa: E402
 
 TOLERANCE = 0.1
@@ -59,7 +59,7 @@ def estimated(name: str, folder: Path) -> float:
     place = folder / f"{shape}.json"
     place.write_text(json.dumps(config(SHAPES[shape])))
     request, _ = read_request([str(place), *RUN, *flags])
-    return float(Pricing()(request).time.tokens_per_second)
+    return float(Estimator()(request).time.tokens_per_second)
 
 
 def compare_runs() -> list[dict[str, Any]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fullshard.config.errors import ConfigError, DataError
-from fullshard.data import foreign_columns, pretokenized
+from fullshard.data import pretokenized
 from fullshard.data.messages import (
+    ROLES,
     list_of,
     message_of,
     messages_from_json,
@@ -202,9 +203,9 @@ def _parse_row(raw: RawRow, reading: Reading) -> Document:
         read = (*row_format.columns, *row_format.optional) if row_format is not None else ()
         if reading.prepared:
             pretokenized.check_prepared(row)
-        foreign_columns.check(row, read)
+        check_purpose(row, read)
         if row_format is not None:
-            unused = foreign_columns.unused(row, read)
+            unused = unused_columns(row, read)
             return Document(raw.where, **row_format.read(row), unused=unused, data_set=raw.data_set)
     except BadRow as bad:
         raise BadRow(bad.why, whole, bad.kind) from None
@@ -251,13 +252,13 @@ class RowFormat:
     """The required columns; none may be null."""
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
     optional: tuple[str, ...] = ()
-    """Optional columns. `foreign_columns.py` handles all others."""
+    """Optional columns. `check_purpose` and `unused_columns` handle all others."""
 
 
 def _conversation(row: Mapping[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
     """The fields of a conversation: its messages, after the `system` column if there is one, tools and template
     variables."""
-    foreign_columns.check_conversation(row)
+    check_tools(row)
     if row.get("system", "") != "":
         if turns[0]["role"] in ("system", "developer"):
             raise BadRow("the row has both a `system` column and a system message; expected one of them.")
@@ -354,7 +355,7 @@ another name than "text", that column comes before `prompt` and `instruction`.
 A `system` column is prepended to any conversation; `tools` and `chat_template_kwargs` are passed to the chat template.
 A list may also be JSON text, as in CSV files. An empty user or assistant message makes a row bad, and so does an empty
 completion; an empty text is counted as empty. Null and NaN count as missing. Columns that other trainers read and that
-are not read here are rejected or reported (`foreign_columns.py`); all other columns are ignored."""
+are not read here are rejected or reported; all other columns are ignored."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -364,3 +365,69 @@ def _formats(text_field: str, prompt_format: str | None) -> tuple[RowFormat, ...
     text = RowFormat((text_field,), lambda row: {"text": text_of(row[text_field], "the text")})
     before = len(ROW_FORMATS) if text_field == "text" else 3
     return (*ROW_FORMATS[:before], text, *ROW_FORMATS[before:])
+
+
+# --- columns of other trainers: some make a row an error, others are reported as unused -------------------------------
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+QUALITY_LABELS = ("label", "kto_tag")
+"""Columns that tell whether a completion is good, in unpaired preference data (KTO)."""
+REPORTED = (
+    "text", "messages", "conversations", "prompt", "completion",
+    "chosen", "rejected", "tools", "functions", "system", "weight", "label", "labels",
+    "kto_tag", "attention_mask", "position_ids", "seq_lengths", "assistant_masks", "completion_mask",
+    "chat_template_kwargs", "loss_mask", "loss_weights", "token_type_ids", "documents",
+)  # fmt: skip
+"""Columns that other trainers read. One that is not read here is reported once."""
+PREFERENCES = (
+    "preferences (`chosen` and `rejected`), the data format of DPO and reward models. SFT can train on the chosen side "
+    "alone: set dataset_columns to messages=chosen if it is a whole conversation, to completion=chosen if there is a "
+    "`prompt`, or set dataset_text_field to chosen if it is a whole text. Preference trainers, such as TRL's "
+    "DPOTrainer, use these rows unchanged"
+)
+
+
+def check_purpose(row: Mapping[str, Any], read: Collection[str]) -> None:
+    """Raise `BadRow` for rows made for another kind of training. `read` are the columns that are read; `row` has no
+    nulls."""
+    if media := [name for name in MEDIA if name in row and name not in read and not _is_empty(row[name])]:
+        raise BadRow(
+            f"`{media[0]}`: the data is vision-related, or has sound; only text is supported, with a vision-language "
+            f"model too. Remove the column to train on the text alone.",
+            kind="images, video or audio",
+        )
+    paired = "chosen" in row and "rejected" in row and "chosen" not in read
+    if paired and not (read and _is_answered(row)):
+        raise BadRow(f"the row holds {PREFERENCES}.", kind="preferences")
+    for name in QUALITY_LABELS if "completion" in row or "messages" in row or "conversations" in row else ():
+        if isinstance(row.get(name), bool) or str(row.get(name)).lower() in ("true", "false"):
+            raise BadRow(
+                f"`{name}` is {short(row[name])}: an unpaired preference (KTO), in which a completion may be a bad "
+                f"example. SFT would train on all of them: keep only the good rows, and remove this column.",
+                kind="preferences",
+            )
+
+
+def _is_answered(row: Mapping[str, Any]) -> bool:
+    """Whether the row has a complete conversation or completion in addition to the preferences."""
+    turns = row.get("messages", row.get("conversations"))
+    if isinstance(turns, list | tuple) and turns and isinstance(turns[-1], Mapping):
+        return ROLES.get(str(turns[-1].get("role", turns[-1].get("from"))).lower()) == "assistant"
+    return turns is not None or "completion" in row or "input_ids" in row
+
+
+def check_tools(row: Mapping[str, Any]) -> None:
+    """Raise `BadRow` for columns without which a conversation is incomplete."""
+    if "functions" in row and "tools" not in row:
+        raise BadRow("`functions` is the old name of `tools`; set dataset_columns tools=functions.")
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, str | list | tuple | dict) and not value
+
+
+def unused_columns(row: Mapping[str, Any], read: Collection[str]) -> tuple[str, ...] | None:
+    """Columns that other trainers use and that are not read for this row; None if there are none."""
+    found = [name for name in REPORTED if name in row and name not in read and not _is_empty(row[name])]
+    found += [name for name in row if isinstance(name, str) and name.startswith("train_on_")]
+    return tuple(found) or None

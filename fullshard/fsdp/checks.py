@@ -22,7 +22,7 @@ from fullshard.fsdp.plan_model import find_sites
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.fsdp.unit import Unit
 from fullshard.optim import sharded
-from fullshard.optim.sharded_muon import share_muon
+from fullshard.optim.sharded import share_muon
 from fullshard.spmd.mesh import Mesh, data_mesh, get_global_mesh
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
 

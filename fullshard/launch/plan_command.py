@@ -22,7 +22,7 @@ from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.resolve import resolve
 from fullshard.launch.sft_command import refuse_unknown, separate, split
 from fullshard.planner.machines import MACHINES, Machine, MachineOptions, find_machine, stand_in
-from fullshard.planner.plan_request import PlanRequest
+from fullshard.planner.request import PlanRequest
 from fullshard.sft.checked_run import sharding_settings, starting_point
 from fullshard.sft.cli_args import command_options, parse
 
@@ -60,7 +60,7 @@ def plan(words: Sequence[str]) -> int:
 
 def show(request: PlanRequest, options: PlanOptions) -> int:
     """Print what the run needs and costs."""
-    from fullshard.planner.estimate_run import estimate_with_advice
+    from fullshard.planner.changes import estimate_with_advice
     from fullshard.planner.tables import print_estimate
 
     estimate = estimate_with_advice(with_data(request))
@@ -74,13 +74,13 @@ def show(request: PlanRequest, options: PlanOptions) -> int:
 def search(request: PlanRequest, options: PlanOptions) -> int:
     """Print the settings that fit the machine, the fastest first."""
     from fullshard.distributed.console import Terminal
-    from fullshard.planner.estimate_run import Pricing
-    from fullshard.planner.plan_search import check_allowed, search_settings
+    from fullshard.planner.estimate import Estimator
+    from fullshard.planner.search import check_allowed, search_settings
     from fullshard.planner.tables import print_search
 
     allowed = check_allowed(options.allow)
     with Terminal(stderr=True).status("searching") as status:
-        result = search_settings(with_data(request), Pricing(), allowed, lambda what: status.update(f"trying {what}"))
+        result = search_settings(with_data(request), Estimator(), allowed, lambda what: status.update(f"trying {what}"))
     if options.json:
         print_text(json.dumps(result.to_json(), default=str))
     else:
@@ -90,7 +90,7 @@ def search(request: PlanRequest, options: PlanOptions) -> int:
 
 def with_data(request: PlanRequest) -> PlanRequest:
     """The request with the lengths of the rows of its data, if they are known here."""
-    from fullshard.planner.planned_memory import lengths_of_data
+    from fullshard.planner.batch import lengths_of_data
 
     lengths, note = lengths_of_data(request.config, request.model, request.adapter)
     return dataclasses.replace(request, lengths=lengths, data=note)

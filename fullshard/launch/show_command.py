@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.checkpoint.manifest import MANIFEST, published_steps, read_manifest, step_name
 from fullshard.config.byte_size import file_size
 from fullshard.config.errors import ConfigError
 from fullshard.config.options import Option, option, options_of, parse_flags
@@ -20,12 +21,12 @@ from fullshard.distributed.terminal_text import print_text
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.plan_command import read_request, with_data
 from fullshard.launch.sft_command import separate
-from fullshard.report.find_plan import StoredPlan, find_plan
+from fullshard.sft.run_dir import CHECKPOINTS, PLAN, SETTINGS
 
 if TYPE_CHECKING:
     from fullshard.fsdp.plan import ShardingPlan
     from fullshard.planner.engine_memory import Schedule
-    from fullshard.planner.plan_request import PlanRequest
+    from fullshard.planner.request import PlanRequest
     from fullshard.report.step_memory import StepMemory
 
 SUFFIXES = (".svg", ".html")
@@ -145,10 +146,10 @@ def _memory_of_run(estimate: dict[str, Any]) -> StepMemory | None:
 def _from_estimate(request: PlanRequest) -> Shown:
     from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
     from fullshard.planner.engine_memory import Schedule
-    from fullshard.planner.estimate_run import Pricing
+    from fullshard.planner.estimate import Estimator
     from fullshard.report.step_memory import StepMemory
 
-    estimate = Pricing()(with_data(request))
+    estimate = Estimator()(with_data(request))
     engine, machine, memory = request.engine, estimate.machine, estimate.memory
     ahead = BackwardPrefetch.of(engine.backward_prefetch or BackwardPrefetch.BACKWARD_PRE)
     return Shown(
@@ -213,3 +214,80 @@ def show_show_help() -> None:
         "fullshard show meta-llama/Llama-3.1-8B --machine h100-80gb --num_processes 16 --out layout.svg",
         {"Flags": options_of(ShowOptions)},
     )
+
+
+# --- stored plans -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A plan and where it was found."""
+
+    title: str
+    plan: ShardingPlan
+    place: Path
+    """The checkpoint or file with the plan."""
+    estimate: dict[str, Any] | None = None
+    """What the run had estimated before it started, if it has recorded that."""
+
+
+def find_plan(name: str) -> StoredPlan | None:
+    """The plan stored at a path; None if there is something to plan instead: a model, its config.json, settings."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        return _from_file(path)
+    if not path.is_dir():
+        return None
+    if (path / MANIFEST).is_file():
+        return _from_checkpoint(path)
+    checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    if steps := published_steps(checkpoints):
+        return _from_checkpoint(checkpoints / step_name(steps[-1]))
+    if (path / SETTINGS).is_file():
+        raise ConfigError(
+            f"{path} is a run without checkpoints, which would hold its plan; show its model with the run's settings: "
+            f"fullshard show RUN.YAML."
+        )
+    return None
+
+
+def _from_checkpoint(path: Path) -> StoredPlan:
+    models = [entry for entry in read_manifest(path).states.values() if entry["kind"] == "model"]
+    plans = [entry["plan"] for entry in models if entry.get("plan") is not None]
+    if len(plans) != 1:
+        raise ConfigError(
+            f"the checkpoint {path} contains {len(models)} models, {len(plans)} of them sharded; expected one sharded "
+            f"model."
+        )
+    above = path.absolute().parent
+    run = next((folder for folder in (above.parent, above) if (folder / SETTINGS).is_file()), None)
+    estimate = _read(run / PLAN) if run is not None and (run / PLAN).is_file() else None
+    return StoredPlan(str(path), _parse(plans[0], path / MANIFEST), path, estimate)
+
+
+def _from_file(path: Path) -> StoredPlan | None:
+    found = _read(path)
+    if found is None or not found.keys() & {"units", "strategy"}:
+        return None
+    return StoredPlan(str(path), _parse(found, path), path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _parse(found: dict[str, Any], path: Path) -> ShardingPlan:
+    from fullshard.fsdp.plan import ShardingPlan
+
+    try:
+        return ShardingPlan.from_json(json.dumps(found))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} has no sharding plan that can be read ({type(error).__name__}: {error}); expected the plan of a "
+            f"checkpoint, or a file with ShardingPlan.to_json()."
+        ) from None

@@ -1,7 +1,7 @@
 """`optim muon`: Muon for the matrices of hidden layers, AdamW for everything else, as one optimizer.
 
 Embeddings, the output head, vectors and parameters of more than two dims are AdamW's, as Muon's authors advise. How
-Muon updates sharded matrices is in `optim/sharded_muon.py`.
+Muon updates sharded matrices is in `optim/sharded.py`.
 """
 
 from __future__ import annotations

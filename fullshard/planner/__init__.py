@@ -1,5 +1,9 @@
 """Capacity planning: what a training run needs in memory, traffic and time, before it runs.
 
+One pipeline: a `PlanRequest` → the `PlannedModel` → its largest batch → a `StepTrace` → memory, traffic and time → the
+`Verdict`, together an `Estimate`. Runs begin with it (`plan_first.py`, `activation_budget.py`); `changes.py` and
+`search.py` make it for other settings.
+
 The names below are imported when they are first used; `docs/planning.md` is the guide.
 """
 
@@ -8,10 +12,11 @@ from __future__ import annotations
 from fullshard.config.lazy_names import lazy_names
 
 _HOMES = {
-    "trace_step": "activations",
+    "trace_step": "tracer",
     **dict.fromkeys(("MemoryEstimate", "MemoryOptions", "estimate_memory"), "memory"),
     "PlannedModel": "planned_model",
-    **dict.fromkeys(("BatchShape", "Segment", "StepTrace"), "step_trace"),
+    "BatchShape": "batch",
+    **dict.fromkeys(("Segment", "StepTrace"), "step_trace"),
     "Estimate": "estimate",
     "Verdict": "verdict",
 }

@@ -18,10 +18,9 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -39,43 +38,19 @@ from fullshard.activations.levels import (
 )
 from fullshard.activations.offload import buffers as host_buffers
 from fullshard.config.byte_size import memory_size
-from fullshard.data.loader import Collator, Step
-from fullshard.data.token_table import TokenTable
+from fullshard.data.loader import Step
 from fullshard.device import accelerator
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import exchange, on_rank_0
 from fullshard.models.causal_lm import causal
+from fullshard.planner.batch import BatchShape
 from fullshard.planner.host_memory import margin
-from fullshard.planner.planned_memory import bounds_batches, budget_limit, may_offload
-from fullshard.planner.step_trace import BatchShape
-from fullshard.sft.batches import StepLoader, Steps
-from fullshard.sft.sft_config import SFTConfig
+from fullshard.planner.memory_settings import budget_limit, may_offload
 
 CHECKS = 3
 """How often a choice is corrected at most."""
 WAIT = 8
 """Steps in which a choice is checked, if none has a batch of about the largest size before."""
-
-
-@dataclass(frozen=True)
-class LargestBatch:
-    """The largest micro-batch of a run, padding included."""
-
-    tokens: int
-    length: int
-    quadratic: bool = False
-    """Whether attention keeps a value for each pair of tokens."""
-
-    def shape(self, config: SFTConfig) -> BatchShape:
-        """The same for a plan."""
-        rows = self.tokens // self.length
-        return BatchShape(rows, self.length, config.gradient_accumulation_steps, config.keeps_apart)
-
-    def scale(self, step: Step) -> float:
-        """How much more activation memory it needs than this step does."""
-        shapes = [batch["input_ids"].shape for batch in step.batches]
-        tokens, length = max(rows * length for rows, length in shapes), max(length for _, length in shapes)
-        return max(1.0, self.tokens / tokens * (max(1.0, self.length / length) if self.quadratic else 1.0))
 
 
 @dataclass
@@ -129,22 +104,6 @@ class Decision:
     """How often it may still be corrected."""
 
 
-def largest_batch(config: SFTConfig, steps: Steps | None, model: Any) -> LargestBatch | None:
-    """The largest micro-batch of the training data; None if it cannot be known."""
-    collator, rows = getattr(steps, "collate_fn", None), config.per_device_train_batch_size
-    if not isinstance(steps, StepLoader) or not isinstance(collator, Collator):
-        return None
-    if isinstance(steps.dataset, TokenTable):
-        lengths = np.sort(steps.dataset.row_sizes[:])[-rows:]
-    elif bounds_batches(config) and config.max_length is not None:
-        lengths = np.full(rows, config.max_length)
-    else:
-        return None
-    length = collator.padded(int(lengths.sum() if collator.flatten else lengths.max()))
-    eager = causal(model).config.get_text_config()._attn_implementation == "eager"
-    return LargestBatch(length if collator.flatten else rows * length, length, eager)
-
-
 def usable_memory(memory: DeviceMemory) -> float:
     """The bytes that this rank may allocate, as far as other programs are concerned."""
     return memory.limit() - margin(runtime.world_size()) * memory.total()
@@ -154,7 +113,7 @@ class ActivationBudget:
     """Sets what a model's layers keep, from step to step until it is chosen. Without a budget, all are recomputed."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], budget: int | Literal["auto"] | None, largest: LargestBatch | None,
+        self, layers: Sequence[nn.Module], budget: int | Literal["auto"] | None, largest: BatchShape | None,
         model: Any, say: Callable[[str], None], *, offload: bool = False, reentrant: bool = False,
     ) -> None:  # fmt: skip
         self.layers, self.budget, self.largest, self.model, self.say = list(layers), budget, largest, model, say
@@ -175,6 +134,8 @@ class ActivationBudget:
         """The peak of a step, and the part of it that copies of weights take."""
         self.decides = budget is not None and largest is not None and bool(self.layers)
         """Whether there is anything to choose."""
+        self.quadratic = self.decides and causal(model).config.get_text_config()._attn_implementation == "eager"
+        """Whether attention keeps a value for each pair of tokens."""
         self.chosen = not self.decides
         if not engines.current().compiles_steps:
             model._fullshard_engine.decides_copies = budget is None
@@ -251,7 +212,7 @@ class ActivationBudget:
             for meter in meters.values():
                 meter.stop()
         assert self.largest is not None
-        self._note(meters, rest, self.largest.scale(step))
+        self._note(meters, rest, self.largest.scale(step, self.quadratic))
         self._decide()
         return result
 
@@ -314,7 +275,7 @@ class ActivationBudget:
         result = train_step(step)
         peak = self._before_update if self._before_update is not None else self.memory.peak()
         self._age += 1
-        found = exchange((rest, peak - rest, self.largest.scale(step)), "peak of activation memory")
+        found = exchange((rest, peak - rest, self.largest.scale(step, self.quadratic)), "peak of activation memory")
         decision = on_rank_0(lambda: self._corrected(found), "activation levels")
         if decision is not None:
             self._apply(decision)
@@ -399,7 +360,9 @@ class ActivationBudget:
         return {
             "budget": self.budget, "offload": self.offload, "ranks": runtime.world_size(), "kinds": self.kinds,
             "memory": min(exchange(self.memory.total(), "memory of the ranks")),
-            "largest": asdict(self.largest) if self.largest is not None else None,
+            "largest": None if self.largest is None else {
+                "tokens": self.largest.tokens, "length": self.largest.length, "quadratic": self.quadratic,
+            },
         }  # fmt: skip
 
     def record(self) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ from fullshard.device.torch_private import (
 from fullshard.models.kernels_on_meta import WORKSPACES
 from fullshard.planner.joint_graph import DividedGraph, JointGraph, Recording, divide, record
 from fullshard.planner.step_trace import FLOPS
-from fullshard.planner.trace_storages import StorageTrace, Usage
+from fullshard.planner.storages import StorageTrace, Usage
 from fullshard.quant import workspace
 from fullshard.spmd.tensor_tree import map_tensors, tensors_in
 
@@ -55,7 +55,6 @@ class _Buffer:
     reads: set[int] = field(default_factory=set)
     """The buffers that it is computed from."""
     in_memory: bool = False
-    last_use: int = -1
 
 
 def forward_cost(divided: DividedGraph, inputs: Iterable[torch.Tensor], states: torch.Tensor, rounding: int) -> Cost:

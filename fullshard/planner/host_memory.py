@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from fullshard.fsdp.plan import ShardingPlan
-from fullshard.planner.ledger import Ledger
 
 GIB = 2**30
 CONTEXT = 600 * 2**20
@@ -61,12 +60,11 @@ def margin(ranks: int) -> float:
     return MARGIN * (2 if ranks > 1 else 1)
 
 
-def reserved_memory(plan: ShardingPlan, accelerator: bool, ledger: Ledger, device_memory: int | None) -> int:
-    """Bytes of a device that are needed beside what torch allocates: context, communicators, fragmentation."""
+def reserved_memory(plan: ShardingPlan, accelerator: bool, peak: int, device_memory: int | None) -> int:
+    """Bytes of a device beside the `peak` that torch allocates: context, communicators, fragmentation."""
     if not accelerator:
         return 0
     sizes = dict(plan.axes)
     ranks = math.prod(sizes.values())
     communicators = 0 if ranks == 1 else 3 + sum(sizes[axis] > 1 for axis in plan.replica_axes)
-    peak = max(sum(parts.values()) for parts in ledger.moments.values())
     return CONTEXT + communicators * COMMUNICATOR + int(margin(ranks) * (device_memory or peak))

@@ -15,38 +15,24 @@ from functools import cached_property
 from fullshard.activations.levels import Level
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
-from fullshard.planner.engine_memory import EngineMemory, Schedule
+from fullshard.planner.engine_memory import EngineMemory, Ledger, Schedule
 from fullshard.planner.host_memory import HostNeeds, host_memory, reserved_memory
-from fullshard.planner.ledger import Ledger
 from fullshard.planner.optimizer_state import OptimizerMemory
 from fullshard.planner.step_trace import Segment, StepTrace
 from fullshard.planner.unit_memory import Transport, UnitMemory, signature, units_of
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes that a rank needs between steps."""
+class StateMemory:
+    """Bytes that a rank needs whatever its batches are: on the device, or on the host if they are offloaded."""
 
     shards: int
     gradients: int
     optimizer: int
-    gathered: int
-    """The most bytes of gathered layers at once, on top of the rest."""
 
     @property
     def total(self) -> int:
         return self.shards + self.gradients + self.optimizer
-
-
-def need_of(plan: ShardingPlan, optimizer: OptimizerMemory, on_host: bool = False) -> MemoryNeed:
-    """The memory that a plan needs with an optimizer.
-
-    `on_host` is whether all of it is in host memory, which has the embedding in any case if that is offloaded.
-    """
-    trained = [p for unit in plan.units for p in unit.parameters if p.trainable]
-    gradients = sum(p.shard_bytes for p in trained)
-    shards = plan.shard_bytes - (0 if on_host else plan.host_bytes)
-    return MemoryNeed(shards, gradients, sum(map(optimizer.unit_state, plan.units)), plan.gathered_bound())
 
 
 LOADING = 6
@@ -70,6 +56,8 @@ class MemoryEstimate:
     """Host memory per node, by part."""
     rest: int = 0
     """Bytes that torch has allocated between steps."""
+    state: StateMemory = StateMemory(0, 0, 0)
+    """What does not depend on activations."""
 
     @property
     def peak(self) -> int:
@@ -148,6 +136,11 @@ def estimate_memory(
     return _Estimate(plan, traces, layers, kinds, levels, options).result(evaluation)
 
 
+def state_memory(plan: ShardingPlan, options: MemoryOptions) -> StateMemory:
+    """What an estimate counts without a trace: shards, gradients and optimizer state."""
+    return _Estimate(plan, {}, (), {}, (), options).state
+
+
 class _Estimate:
     def __init__(
         self, plan: ShardingPlan, traces: Mapping[Level, StepTrace], layers: Sequence[str], kinds: Mapping[str, str],
@@ -164,7 +157,7 @@ class _Estimate:
     def result(self, evaluation: StepTrace | None) -> MemoryEstimate:
         schedule = self.schedule
         ledger = self._step(schedule)
-        reserved = reserved_memory(self.plan, self.options.accelerator, ledger, self.options.device_memory)
+        reserved = reserved_memory(self.plan, self.options.accelerator, ledger.peak, self.options.device_memory)
         if self._keeps_copies(ledger, reserved):
             schedule = replace(schedule, keep_copies=True)
             ledger = self._step(schedule)
@@ -181,9 +174,22 @@ class _Estimate:
             largest=self._largest, snapshot=self._saved if self.options.async_save else 0,
         )  # fmt: skip
         host = host_memory(needs, self.options.ranks_per_node, self.options.accelerator)
-        return MemoryEstimate(moments, tuple(ledger.timeline), reserved, host, sum(self._static.values()))
+        rest = sum(self._static.values())
+        return MemoryEstimate(moments, tuple(ledger.timeline), reserved, host, rest, self.state)
 
     # --- what is there all the time -----------------------------------------------------------------------------------
+
+    @cached_property
+    def state(self) -> StateMemory:
+        offload, unsharded = self.transport.offload, self.options.unsharded
+        paged = self.transport.accelerator and self.options.optimizer.paged
+        shards = sum(unit.host_shards if offload else unit.shards for unit in self.units.values())
+        gradients = sum(unit.pieces for unit in self.units.values())
+        return StateMemory(
+            shards + sum(p.shard_bytes for p in unsharded),
+            gradients + sum(p.shard_bytes for p in unsharded if p.trainable),
+            self.optimizer_state if offload or not paged else 0,
+        )
 
     @cached_property
     def optimizer_state(self) -> int:
@@ -268,13 +274,12 @@ class _Estimate:
         total = self.options.device_memory
         if not self.options.keeps_copies:
             return False
-        peak = max(sum(parts.values()) for parts in ledger.moments.values())
         size = sum(unit.gathered for unit in self.units.values() if unit.only_casts)
         if self.options.budget is not None:
-            return 0 < size <= self.options.limit(reserved) - peak
+            return 0 < size <= self.options.limit(reserved) - ledger.peak
         if total is None or not self.options.accelerator:
             return False
-        spare = total - reserved - peak
+        spare = total - reserved - ledger.peak
         return 2 * spare >= total and 0 < size <= spare // 2
 
     # --- one step -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""A run is planned before its weights are read: one that cannot fit stops with advice, and `plan.json` holds what was
-planned, for the report to show beside what is measured.
+"""Whether a run fits, asked before its weights are read: one that cannot fit stops with advice, and `plan.json` holds
+what was planned, for the report to show beside what is measured.
 
-The first rank plans for all, from the real sharding plan and a trace of the run's largest batch. Nothing here may stop
-a run that would have fitted: what cannot be planned is only noted, and the limit is the estimate less its error.
+Two parts of one estimate answer. Shards, gradients and optimizer state are known from the sharding plan alone; every
+rank compares them with its own memory. For the rest, the first rank plans for all, from a trace of the run's largest
+batch. Nothing here may stop a run that would have fitted: what cannot be planned is only noted, and the limit is the
+estimate less its error.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +22,22 @@ from fullshard.config.byte_size import memory_size
 from fullshard.config.errors import CapacityError, ConfigError, UserError, first_line
 from fullshard.device import accelerator
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import on_rank_0
+from fullshard.distributed.ranks import agree, on_rank_0
 from fullshard.distributed.temporary_folders import temporary_folder
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.strategy import dtype_name
+from fullshard.lora.model_size import dense_line, summary
 from fullshard.models.causal_lm import causal
 from fullshard.parallel.settings import EngineSettings
-from fullshard.planner.estimate import Estimate
-from fullshard.planner.estimate_run import Pricing, advised
+from fullshard.planner.batch import BatchShape
+from fullshard.planner.changes import with_advice
+from fullshard.planner.estimate import Estimate, Estimator
 from fullshard.planner.machines import MACHINES, Machine, host_memory, recognize
-from fullshard.planner.plan_request import PlanRequest
+from fullshard.planner.memory import MemoryOptions, StateMemory, state_memory
+from fullshard.planner.optimizer_state import OptimizerMemory, names_apart
 from fullshard.planner.planned_model import planned_model
-from fullshard.planner.step_trace import BatchShape
-from fullshard.planner.verdict import MOMENTS, cannot_fit
+from fullshard.planner.request import PlanRequest
+from fullshard.planner.verdict import MOMENTS, cannot_fit, check_state
 from fullshard.sft.adapter import Say
 from fullshard.sft.sft_config import SFTConfig
 
@@ -59,17 +66,62 @@ class RunToPlan:
     """Whether the loss is the engine's, not a script's."""
     usable: int | None = None
     """The bytes that each rank may allocate as far as other programs are concerned; None where that decides nothing."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the plan counts everything that a step needs."""
-        return self.own_optimizer and self.own_loss
+    traces_step: bool = True
+    """Whether a step is planned, not only what does not depend on it."""
 
 
 def plan_first(run: RunToPlan, say: Say) -> Estimate | None:
-    """The estimate of a run that is about to begin; None where none can be made, and on other ranks than the first.
-    Raises if the run cannot fit. All ranks must call it."""
-    found: list[Estimate] = []
+    """The estimate of a run that is about to begin; None where none can be made, and on other ranks than the first. It
+    has a choice of levels only if it counts everything that a step needs.
+
+    Raises if the run cannot fit; prints the plan of its model. All ranks must call it."""
+    state = agree(lambda: known_state(run), "memory check")[0]
+    for line in (*describe_plan(run.model.plan, state), dense_line(run.model), summary(run.model)):
+        if line is not None:
+            say(line)
+    return plan_step(run, say) if run.traces_step else None
+
+
+def known_state(run: RunToPlan) -> StateMemory:
+    """What the run needs whatever its batches are; an error if that is more than this rank has."""
+    config, offload = run.config, run.engine.offload_params
+    optim = config.optim if run.own_optimizer else None
+    optimizer = OptimizerMemory(optim, config.optimizer_arguments(), names_apart(run.model, optim))
+    on_device = accelerator.is_accelerator(runtime.device())
+    state = state_memory(run.model.plan, MemoryOptions(accelerator=on_device, offload=offload, optimizer=optimizer))
+    check_state(state, *available_memory(on_host=offload or not on_device))
+    return state
+
+
+def available_memory(on_host: bool) -> tuple[int, str]:
+    """The bytes that this rank can use, and the kind of memory."""
+    if not on_host:
+        return accelerator.total_memory(runtime.device()), "GPU memory"
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free // runtime.local_world_size(), "host memory"
+
+
+def describe_plan(plan: ShardingPlan, state: StateMemory) -> list[str]:
+    """The plan in a few lines."""
+    axes = " × ".join(f"{size} {name}" for name, size in plan.axes)
+    layers = Counter(unit.module for unit in plan.units[1:])
+    units = ", ".join(f"{count} {name}" for name, count in layers.items()) or "none but the whole model"
+    host = f"; embedding on the host {memory_size(plan.host_bytes)}" if plan.host_bytes else ""
+    return [
+        f"plan: {plan.strategy} on {axes}; units: {units}",
+        f"      memory on each rank: shards {memory_size(state.shards)}, gradients {memory_size(state.gradients)},",
+        f"      optimizer {memory_size(state.optimizer)}; at most {memory_size(plan.gathered_bound())} gathered at once"
+        f"{host}",
+    ]
+
+
+def plan_step(run: RunToPlan, say: Say) -> Estimate | None:
+    """The estimate of the whole run, on the first rank; a line about it, or why there is none."""
+    estimates: list[Estimate] = []
 
     def plan() -> None:
         try:
@@ -80,33 +132,34 @@ def plan_first(run: RunToPlan, say: Say) -> Estimate | None:
         except Exception as error:  # a plan is advice: a fault of the planner must not stop a run
             say(f"plan: activations cannot be planned ({type(error).__name__}: {first_line(error)}).")
             return
-        check(estimate, run)
-        say(describe(estimate))
-        found.append(estimate)
+        check_estimate(estimate, run)
+        say(describe_peak(estimate))
+        whole = run.own_optimizer and run.own_loss
+        estimates.append(estimate if whole else dataclasses.replace(estimate, choice=None))
 
     on_rank_0(plan, "plan of the run")
-    return found[0] if found else None
+    return estimates[0] if estimates else None
 
 
 def estimate_now(run: RunToPlan) -> Estimate:
     """What the run needs and costs on the devices of this job."""
     if run.batch is None:
         raise CapacityError("the length of batches is not known in advance.")
-    machine, price = machine_of_run(), Pricing()
-    with price.clock("model and plan"), described(run) as (config, place):
+    machine, estimator = machine_of_run(), Estimator()
+    with estimator.clock("model and plan"), described_model(run) as (config, place):
         planned = planned_model(
             config, run.engine, place, machine.num_processes, machine.nodes, device=machine.kind, steps=run.steps,
             peft_config=run.peft_config, started=True, all_parts=run.base is None,
         )  # fmt: skip
-    check_same(planned.plan, run.model.plan)
+    check_same_plan(planned.plan, run.model.plan)
     planned = dataclasses.replace(planned, plan=run.model.plan)
     assumed = [] if run.own_loss else ["the loss is the script's: what it keeps is not counted"]
     name = str(run.base) if run.base is not None else type(causal(run.model)).__name__
-    return price.price(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer, run.usable)
+    return estimator.of_model(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer, run.usable)
 
 
 @contextlib.contextmanager
-def described(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
+def described_model(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     """The settings and the place of a model that is like the run's, with as many token rows; for one in memory, its
     configuration is written to a temporary folder."""
     config, inner = copy.copy(run.config), causal(run.model)
@@ -131,27 +184,29 @@ def _vocabulary(shape: Any) -> dict[str, Any]:
     return next(({name: rows} for name in shape.sub_configs if getattr(shape, name, None) is text), rows)
 
 
-def check_same(planned: ShardingPlan, real: ShardingPlan) -> None:
+def check_same_plan(planned: ShardingPlan, real: ShardingPlan) -> None:
     """Refuse a planned model with other units or parameters than the run's: a script may have changed its own."""
-    found, there = ({unit.name: {p.names for p in unit.parameters} for unit in one.units} for one in (planned, real))
-    if found != there:
-        unlike = next(name for name in (*there, *found) if found.get(name) != there.get(name))
+    expected, actual = (
+        {unit.name: {p.names for p in unit.parameters} for unit in one.units} for one in (planned, real)
+    )
+    if expected != actual:
+        unlike = next(name for name in (*actual, *expected) if expected.get(name) != actual.get(name))
         raise CapacityError(f"the model is not what its configuration describes (in {unlike or 'the root'}).")
 
 
-def check(estimate: Estimate, run: RunToPlan) -> None:
+def check_estimate(estimate: Estimate, run: RunToPlan) -> None:
     """Stop a run that certainly does not fit."""
     machine = estimate.machine
-    # On CPUs the kernel decides what is free, and may swap: `memory_check.py` looks at what is certain.
+    # On CPUs the kernel decides what is free, and may swap: only `known_state` stops a run.
     if machine.shares_host_memory or not run.own_loss or not cannot_fit(estimate.memory, machine):
         return
     request = PlanRequest(run.config, run.engine, run.base, None, machine)
     if run.base is not None:
-        estimate = advised(estimate, request, Pricing())
-    raise ConfigError(f"{' '.join(estimate.verdict.sentences())} --skip_plan starts the run all the same.")
+        estimate = with_advice(estimate, request, Estimator())
+    raise ConfigError(f"{' '.join(estimate.verdict.sentences())} --skip_plan starts the run anyway.")
 
 
-def describe(estimate: Estimate) -> str:
+def describe_peak(estimate: Estimate) -> str:
     """One line: the planned peak."""
     memory, verdict = estimate.memory, estimate.verdict
     tight = "" if verdict.fits is not False else "; this may not fit"
@@ -165,10 +220,10 @@ def machine_of_run() -> Machine:
     device, host = runtime.device(), host_memory()
     if accelerator.is_accelerator(device):
         name, memory = accelerator.names()[0], accelerator.total_memory(device)
-        found = recognize(name, memory) or dataclasses.replace(MACHINES["rtx3090"], name=name)
+        machine = recognize(name, memory) or dataclasses.replace(MACHINES["rtx3090"], name=name)
     else:
-        found, memory = MACHINES["cpu"], host
+        machine, memory = MACHINES["cpu"], host
     return dataclasses.replace(
-        found, num_processes=runtime.world_size(), gpus_per_node=runtime.local_world_size(), device_memory=memory,
+        machine, num_processes=runtime.world_size(), gpus_per_node=runtime.local_world_size(), device_memory=memory,
         host_memory=host, node_devices=max(runtime.local_world_size(), accelerator.count()),
     )  # fmt: skip

@@ -23,8 +23,8 @@ from fullshard.config.paths import held, looks_local
 from fullshard.distributed import ranks
 from fullshard.fsdp.plan import ShardingPlan, item_size
 from fullshard.fsdp.strategy import MixedPrecision, dtype_name
-from fullshard.lora.methods import method_of
 from fullshard.lora.model_size import count_parameters
+from fullshard.lora.peft_model import method_of
 from fullshard.models.tiny_model import forked_random
 from fullshard.parallel.model import absent_mesh, checkpointed_modules, ignored_modules, plan_sharding
 from fullshard.parallel.settings import EngineSettings

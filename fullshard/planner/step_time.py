@@ -16,8 +16,9 @@ from typing import NamedTuple
 from fullshard.activations.levels import Level
 from fullshard.fsdp.plan import ShardingPlan, UnitPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.planner.batch import BatchShape
 from fullshard.planner.machines import Machine
-from fullshard.planner.step_trace import BACKWARD, BatchShape, Segment, StepTrace
+from fullshard.planner.step_trace import BACKWARD, Segment, StepTrace
 from fullshard.planner.traffic import Ring, ring_along, unit_traffic, units_without_backward
 
 

@@ -1,6 +1,6 @@
 """What one training step allocates, computes and moves, piece by piece: plain values.
 
-`activations.py` makes them by tracing a model on the meta device; whoever prices a run reads them.
+`tracer.py` makes them by tracing a model on the meta device; whoever prices a run reads them.
 """
 
 from __future__ import annotations
@@ -64,25 +64,6 @@ FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.fullshard.flex_attention_on_meta_backward: _backward(None),
 }
 """By operator, a function of its positional arguments."""
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """The batches of a step on one rank."""
-
-    rows: int
-    """Sequences in a micro-batch."""
-    length: int
-    """Tokens in a sequence."""
-    accumulation: int = 1
-    """Micro-batches in a step."""
-    packed: bool = False
-    """Whether a row holds several documents that must not attend to each other."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in a micro-batch."""
-        return self.rows * self.length
 
 
 @dataclass(frozen=True)

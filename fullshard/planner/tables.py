@@ -13,7 +13,7 @@ from fullshard.config.byte_size import memory_size
 from fullshard.distributed.console import Terminal
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.memory import MemoryEstimate
-from fullshard.planner.plan_search import Found, SearchResult
+from fullshard.planner.search import Candidate, SearchResult
 
 ROWS, FILES = 12, 3
 """How many settings are listed, and how many are shown as files."""
@@ -30,25 +30,25 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
     console.print(Text(f"{len(result.fitting)} settings fit ({result.tried} were tried). The fastest:", "bold green"))
     console.print()
     console.print(_table(shown))
-    for number, found in enumerate(shown[:FILES], 1):
+    for number, candidate in enumerate(shown[:FILES], 1):
         console.print()
         console.print(Text(f"run.yaml of {number}", "bold"))
-        console.print(Text(found.yaml().rstrip()), soft_wrap=True)
+        console.print(Text(candidate.yaml().rstrip()), soft_wrap=True)
     console.print()
     console.print(Text("With --json, every setting that fits has its file. Speeds are estimates (docs/planning.md)."))
 
 
 def nothing_fits(result: SearchResult) -> list[str]:
     """What to say where nothing fits."""
-    found = result.nearest
-    if found is None:
+    candidate = result.nearest
+    if candidate is None:
         return [f"Nothing fits: the model excludes all {result.tried} settings that were tried."]
-    verdict = found.estimate.verdict
+    verdict = candidate.estimate.verdict
     if verdict.fits is None:
         return ["The activations of this model cannot be planned, so its settings cannot be ranked. Its plan without "
                 "search says why."]  # fmt: skip
     lines = [
-        f"Nothing fits ({result.tried} settings were tried). What comes nearest: {found.words}. It needs "
+        f"Nothing fits ({result.tried} settings were tried). What comes nearest: {candidate.words}. It needs "
         f"{memory_size(verdict.needs)} on each device, which has {memory_size(verdict.has)}, and "
         f"{memory_size(verdict.needs_host)} of host memory, of {memory_size(verdict.has_host)}."
     ]
@@ -57,23 +57,23 @@ def nothing_fits(result: SearchResult) -> list[str]:
         ways.append("nodes with more memory (host_memory)")
     if verdict.needs > verdict.has:
         ways += ["more or larger devices (num_processes, machine)", "a shorter max_length"]
-        config = found.asked.config
+        config = candidate.requested.config
         has = {"lora": bool(config.adapter_kind), "qlora": config.use_4bit_quantization}
         if methods := [name for name, there in has.items() if not there and name not in result.allowed]:
             ways.append(f"--allow {','.join(methods)}")
     return [*lines, f"What would help: {', '.join(ways)}."]
 
 
-def _table(rows: tuple[Found, ...]) -> Table:
+def _table(rows: tuple[Candidate, ...]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="", pad_edge=False)
     for name in ("", "tokens/s", "step", "device memory", "host memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("settings")
-    for number, found in enumerate(rows, 1):
-        verdict = found.estimate.verdict
+    for number, candidate in enumerate(rows, 1):
+        verdict = candidate.estimate.verdict
         table.add_row(
-            str(number), f"{found.tokens_per_second:,.0f}", f"{found.estimate.time.total:.2f} s",
-            memory_size(verdict.needs), memory_size(verdict.needs_host), found.words,
+            str(number), f"{candidate.tokens_per_second:,.0f}", f"{candidate.estimate.time.total:.2f} s",
+            memory_size(verdict.needs), memory_size(verdict.needs_host), candidate.words,
         )  # fmt: skip
     return table
 
@@ -164,10 +164,10 @@ def _place(part: str) -> int:
 
 def sections(estimate: Estimate) -> dict[str, dict[str, str]]:
     """Everything besides device memory, as rows of text by title."""
-    traffic, found = estimate.traffic, dict[str, dict[str, str]]()
+    traffic, rows = estimate.traffic, dict[str, dict[str, str]]()
     if estimate.memory.host:
         host = {**estimate.memory.host, "total": estimate.memory.host_total}
-        found["Host memory per node"] = _sizes(host)
+        rows["Host memory per node"] = _sizes(host)
     sent = {
         **{f"{kind}, inside the node": size for kind, size in traffic.inside.items()},
         **{f"{kind}, to other nodes": size for kind, size in traffic.across.items()},
@@ -175,9 +175,9 @@ def sections(estimate: Estimate) -> dict[str, dict[str, str]]:
     }  # fmt: skip
     least = sum(sent.values()) / 1000
     shown = {name: size for name, size in sent.items() if size > least}
-    found["Sent by each device in a step"] = _sizes(shown) or {"nothing": ""}
-    found["Time of a step"] = times(estimate)
-    return found
+    rows["Sent by each device in a step"] = _sizes(shown) or {"nothing": ""}
+    rows["Time of a step"] = times(estimate)
+    return rows
 
 
 def times(estimate: Estimate) -> dict[str, str]:

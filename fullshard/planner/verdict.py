@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.config.byte_size import memory_size
+from fullshard.config.errors import ConfigError
 from fullshard.planner.machines import Machine
-from fullshard.planner.memory import MemoryEstimate
+from fullshard.planner.memory import MemoryEstimate, StateMemory
 
 ERROR_BOUND = 0.05
 """How far an estimate of allocated memory may be from the truth. A run is stopped only beyond it."""
@@ -123,3 +124,15 @@ def cannot_fit(memory: MemoryEstimate, machine: Machine) -> bool:
     """Whether a run certainly does not fit: torch's allocations alone, less the error of their estimate, are more than
     the device has. What is reserved beside them does not count: a run may do with less."""
     return memory.peak * (1 - ERROR_BOUND) > machine.device_memory
+
+
+def check_state(state: StateMemory, has: int, where: str) -> None:
+    """Refuse a run that cannot fit whatever its batches are: `has` are the bytes that a rank can use, `where` names the
+    kind of memory."""
+    if state.total > has:
+        raise ConfigError(
+            f"the model does not fit: each rank needs at least {memory_size(state.total)} of {where} (shards "
+            f"{memory_size(state.shards)}, gradients {memory_size(state.gradients)}, optimizer "
+            f"{memory_size(state.optimizer)}), but has {memory_size(has)}. "
+            f"Use more ranks, use_peft_lora, a sharded strategy, optim adamw_8bit, or fsdp_offload_params."
+        )

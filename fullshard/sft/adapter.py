@@ -27,10 +27,8 @@ from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import fuse_mlps
 from fullshard.lora.language_model import left_out, left_out_tensors, outside_pattern
-from fullshard.lora.methods import check_method, method_of
-from fullshard.lora.mixture_targets import adapts_parameters, mixture_targets
-from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta, with_layers
-from fullshard.lora.targets import ALL_LINEAR
+from fullshard.lora.peft_model import check_method, check_trains, get_peft_model_on_meta, method_of, with_layers
+from fullshard.lora.targets import ALL_LINEAR, adapts_parameters, mixture_targets
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.models.causal_lm import causal

@@ -27,8 +27,8 @@ from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.model import checkpointed_modules, shard_model
 from fullshard.parallel.prepare import rebind, step_facts
 from fullshard.parallel.settings import EngineSettings
-from fullshard.planner import memory_check
-from fullshard.planner.activation_budget import ActivationBudget, largest_batch
+from fullshard.planner.activation_budget import ActivationBudget
+from fullshard.planner.batch import largest_in_data
 from fullshard.planner.plan_first import RunToPlan, plan_first
 from fullshard.report.reporter import Reporter
 from fullshard.sft import adapter
@@ -154,22 +154,18 @@ def build_loop(
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
     if compiled and isinstance(steps, StepLoader):
         reporter.say(describe_shapes(config, steps.dataset))
-    largest = largest_batch(config, steps, model)
+    largest = largest_in_data(config, steps)
     activations = ActivationBudget(
         layers, config.activation_budget if steps is not None else None, largest, sharded,
         reporter.say, offload=config.activation_offloading, reentrant=reentrant,
     )  # fmt: skip
-    optim = config.optim if trainer.makes_optimizer else None
-    memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
-    if steps is not None and not config.skip_plan and not compiled:
-        usable = activations.usable()
-        shape = largest.shape(config) if largest is not None else None
-        run = RunToPlan(
-            config, engine, sharded, parts.base, shape, reporter.total, parts.grown, parts.adapter_config,
-            trainer.makes_optimizer, trainer.makes_loss, usable,
-        )  # fmt: skip
-        trainer.estimate = plan_first(run, reporter.say)
-        activations.begin(trainer.estimate.choice if trainer.estimate is not None and run.is_whole else None)
+    traces_step = steps is not None and not config.skip_plan and not compiled
+    run = RunToPlan(
+        config, engine, sharded, parts.base, largest, reporter.total, parts.grown, parts.adapter_config,
+        trainer.makes_optimizer, trainer.makes_loss, activations.usable() if traces_step else None, traces_step,
+    )  # fmt: skip
+    trainer.estimate = plan_first(run, reporter.say)
+    activations.begin(trainer.estimate.choice if trainer.estimate is not None else None)
     if parts.base is not None:
         fill(
             sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),

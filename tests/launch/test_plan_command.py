@@ -13,7 +13,7 @@ from peft import LoraConfig
 from fullshard.config.errors import CapacityError
 from fullshard.launch import agent
 from fullshard.launch.plan_command import read_request
-from fullshard.planner import estimate_run
+from fullshard.planner import estimate as estimates
 from tests.sft.tiny import make_folder
 from tests.test_cli import command
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_told_has_an_exit_code_of_its_own(
     def untraceable(*_: Any) -> None:
         raise CapacityError("LlamaForCausalLM cannot be traced without values")
 
-    monkeypatch.setattr(estimate_run, "trace_step", untraceable)
+    monkeypatch.setattr(estimates, "trace_step", untraceable)
     auto = ("--gradient_checkpointing", "auto")
     assert command(monkeypatch, "plan", "model", "--machine", "h200", *auto) == 3
     out = capsys.readouterr().out

@@ -22,17 +22,16 @@ import torch
 
 from fullshard.activations.levels import Level
 from fullshard.parallel.settings import EngineSettings
-from fullshard.planner.activations import trace_evaluation, trace_step
+from fullshard.planner.batch import BatchShape, evaluation_shape
 from fullshard.planner.memory import MemoryEstimate, estimate_memory
-from fullshard.planner.planned_memory import (
-    evaluation_shape,
+from fullshard.planner.memory_settings import (
     memory_options,
     needed_levels,
     planned_choice,
     planned_levels,
 )
 from fullshard.planner.planned_model import planned_model
-from fullshard.planner.step_trace import BatchShape
+from fullshard.planner.tracer import trace_evaluation, trace_step
 from fullshard.sft.checked_run import sharding_settings
 from fullshard.sft.sft_config import SFTConfig
 from tests.memory_tracker import MemoryTracker

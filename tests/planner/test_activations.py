@@ -14,9 +14,10 @@ from fullshard.config.errors import CapacityError
 from fullshard.models.attention import use_own_attention
 from fullshard.models.kernels_on_meta import device_kernels, product_workspace
 from fullshard.models.packed_inputs import PackingMethod
-from fullshard.planner.activations import trace_step
-from fullshard.planner.step_trace import BatchShape, Segment, StepTrace
-from fullshard.planner.trace_storages import StorageTrace
+from fullshard.planner.batch import BatchShape
+from fullshard.planner.step_trace import Segment, StepTrace
+from fullshard.planner.storages import StorageTrace
+from fullshard.planner.tracer import trace_step
 from fullshard.quant.config import Quantization
 from fullshard.quant.sharded_groups import Scheme
 from tests.planner.small_models import planned

@@ -10,8 +10,9 @@ import torch
 from fullshard.activations.levels import Level, set_level
 from fullshard.device.torch_private import compiled_call, replace_compiled_call, storage_id
 from fullshard.fsdp.compile import compile_modules, norms_between
-from fullshard.planner.activations import trace_step
-from fullshard.planner.step_trace import BatchShape, Segment
+from fullshard.planner.batch import BatchShape
+from fullshard.planner.step_trace import Segment
+from fullshard.planner.tracer import trace_step
 from fullshard.quant.config import Quantization
 from fullshard.quant.sharded_groups import Scheme
 from fullshard.spmd.tensor_tree import tensors_in

@@ -24,9 +24,9 @@ from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.models.causal_lm import causal
 from fullshard.parallel import model as parallelize
-from fullshard.planner.memory import MemoryEstimate, MemoryOptions, estimate_memory
+from fullshard.planner.memory import MemoryEstimate, MemoryOptions, StateMemory, estimate_memory, state_memory
+from fullshard.planner.memory_settings import SLACK, kept_bytes
 from fullshard.planner.optimizer_state import OptimizerMemory
-from fullshard.planner.planned_memory import SLACK, kept_bytes
 from fullshard.planner.step_trace import Segment, StepTrace
 from fullshard.sft.optimizer import class_and_options
 from fullshard.sft.sft_config import SFTConfig
@@ -120,6 +120,23 @@ def test_offload_leaves_gathered_values_on_the_device() -> None:
     assert there.host["shards"] == 2 * WEIGHT and there.host["optimizer"] == 4 * WEIGHT
     assert there.moments["forward"]["gathered"] == here.moments["forward"]["gathered"]
     assert there.peak < here.peak
+
+
+@pytest.mark.parametrize(
+    ("optim", "options", "optimizer"),
+    [
+        ("adamw_torch", {"accelerator": False}, 4 * WEIGHT),
+        ("adamw_torch", {}, 4 * WEIGHT),
+        ("adamw_torch", {"offload": True}, 4 * WEIGHT),
+        ("paged_adamw_32bit", {}, 0),
+        ("paged_adamw_32bit", {"accelerator": False}, 4 * WEIGHT),
+    ],
+)
+def test_what_no_batch_changes_is_counted_without_a_trace(optim: str, options: Any, optimizer: int) -> None:
+    """Paged state moves to the host where the device is full, so it cannot make a run impossible there."""
+    options = {"accelerator": True, "optimizer": OptimizerMemory(optim), **options}
+    state = state_memory(sharded(2), MemoryOptions(**options))
+    assert state == StateMemory(2 * WEIGHT, 2 * WEIGHT, optimizer) == estimated(sharded(2), **options).state
 
 
 def test_accelerators_update_all_parameters_at_once() -> None:

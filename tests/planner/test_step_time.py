@@ -10,6 +10,7 @@ from fullshard.activations.levels import Level
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.plan_layout import plan_unit
 from fullshard.fsdp.strategy import BackwardPrefetch
+from fullshard.planner.batch import BatchShape
 from fullshard.planner.machines import MACHINES, MachineOptions, find_machine
 from fullshard.planner.step_time import (
     Stage,
@@ -20,7 +21,7 @@ from fullshard.planner.step_time import (
     matrix_weights,
     overlapped,
 )
-from fullshard.planner.step_trace import BatchShape, Segment, StepTrace
+from fullshard.planner.step_trace import Segment, StepTrace
 from tests.planner.test_traffic import plan_of
 
 LAYERS = tuple(f"blocks.{index}" for index in range(3))

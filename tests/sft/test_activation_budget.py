@@ -24,7 +24,7 @@ from fullshard.distributed.ranks import exchange
 from fullshard.fsdp.compile import VARIANT
 from fullshard.parallel.settings import EngineSettings
 from fullshard.planner import activation_budget, host_memory
-from fullshard.planner.activation_budget import LargestBatch
+from fullshard.planner.batch import BatchShape, largest_in_data
 from fullshard.sft.checked_run import sharding_settings
 from fullshard.sft.cli_args import config_of, parse
 from fullshard.sft.sft_config import SFTConfig
@@ -418,13 +418,13 @@ def test_memory_that_runs_out_with_everything_recomputed_is_an_error(tmp_path: P
 @pytest.mark.slow
 @ranks(1)
 def test_the_largest_batch_of_the_data(tmp_path: Path) -> None:
-    def largest(**changes: Any) -> LargestBatch | None:
+    def largest(**changes: Any) -> BatchShape | None:
         trainer = SFTTrainer(
             model=make_model(), args=settings(tmp_path, per_device_train_batch_size=3, **changes),
             train_dataset=text_rows(40), tokenizer=make_tokenizer(),
         )  # fmt: skip
         steps = trainer.train_steps()
-        found = activation_budget.largest_batch(trainer.args, steps, trainer.parts.model)
+        found = largest_in_data(trainer.args, steps)
         shapes = [b["input_ids"].shape for step in steps.steps(0, 2 * steps.steps_per_epoch) for b in step.batches]
         assert found is not None and max(rows * length for rows, length in shapes) <= found.tokens
         assert changes.get("padding_free") or max(rows * length for rows, length in shapes) == found.tokens
@@ -432,11 +432,11 @@ def test_the_largest_batch_of_the_data(tmp_path: Path) -> None:
 
     padded = largest()
     assert padded is not None and padded.tokens == 3 * padded.length and padded.length % 8 == 0
-    assert largest(packing=True) == LargestBatch(3 * 48, 48)
-    assert largest(attn_implementation="eager", pad_to_multiple_of=16).quadratic is False, "the model was given"
+    assert largest(packing=True) == BatchShape(3, 48, packed=True)
+    assert largest(pad_to_multiple_of=16).length % 16 == 0
     step = dataclasses.make_dataclass("Step", ["batches"])([{"input_ids": torch.zeros(2, 8)}])
-    assert LargestBatch(64, 32).scale(step) == 4 and LargestBatch(64, 32, True).scale(step) == 16
-    assert LargestBatch(8, 8).scale(step) == 1
+    assert BatchShape(2, 32).scale(step) == 4 and BatchShape(2, 32).scale(step, quadratic=True) == 16
+    assert BatchShape(1, 8).scale(step) == 1
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.config.errors import ConfigError
 from fullshard.distributed import runtime
-from fullshard.lora.mixture_targets import mixture_targets
 from fullshard.lora.model_size import count_parameters
+from fullshard.lora.targets import mixture_targets
 from fullshard.sft import assemble
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows

@@ -23,7 +23,7 @@ from fullshard.device.torch_private import local_of, spec_of
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.optim.names import REFUSED, SERVED
-from fullshard.planner.memory import need_of
+from fullshard.planner.memory import MemoryOptions, state_memory
 from fullshard.planner.optimizer_state import OptimizerMemory, names_apart
 from fullshard.sft.optimizer import class_and_options, make_from_class, make_optimizer
 from fullshard.sft.sft_config import SFTConfig
@@ -492,14 +492,14 @@ def test_predicted_state_is_what_a_step_allocates(names: tuple[str, ...]) -> Non
         optimizer = make_optimizer(model, config)
         take_steps(model, optimizer, range(2))
         memory = OptimizerMemory(name, config.optimizer_arguments(), names_apart(model, name))
-        need = need_of(model.plan, memory)
+        predicted = state_memory(model.plan, MemoryOptions(accelerator=False, optimizer=memory))
         tensors = [t for state in optimizer.state.values() for key, t in state.items() if "qmap" not in key]
         held = sum(
             local.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.dim() > 0
             for local in [local_of(t) if hasattr(t, "placements") else t]
         )  # fmt: skip
         most = max(exchange(held, "bytes"))
-        assert need.optimizer == pytest.approx(most, abs=64, rel=0.01), name
+        assert predicted.optimizer == pytest.approx(most, abs=64, rel=0.01), name
 
 
 # --- classes of the user's --------------------------------------------------------------------------------------------

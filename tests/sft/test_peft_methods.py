@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from fullshard.config.errors import ConfigError
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange
-from fullshard.lora.methods import REFUSED, SERVED
+from fullshard.lora.peft_model import REFUSED, SERVED
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks

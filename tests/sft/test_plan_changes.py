@@ -10,12 +10,12 @@ import pytest
 from fullshard.config.errors import ConfigError
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.parallel.settings import EngineSettings
+from fullshard.planner.batch import BatchShape
+from fullshard.planner.changes import FREE, OTHER, SLOWER, ChangeSearch, more_devices, shorter_rows
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.machines import MACHINES, MachineOptions, find_machine
 from fullshard.planner.memory import MemoryEstimate
-from fullshard.planner.plan_changes import FREE, OTHER, SLOWER, ChangeSearch, more_devices, shorter_rows
-from fullshard.planner.plan_request import PlanRequest
-from fullshard.planner.step_trace import BatchShape
+from fullshard.planner.request import PlanRequest
 from fullshard.planner.verdict import judge
 from fullshard.sft.cli_args import CommandConfig
 

@@ -11,11 +11,11 @@ import pytest
 
 from fullshard.config.errors import CapacityError, ConfigError
 from fullshard.distributed.ranks import on_rank_0
-from fullshard.planner import estimate_run, plan_first
-from fullshard.planner.estimate import Estimate
-from fullshard.planner.estimate_run import Pricing
+from fullshard.planner import estimate as estimates
+from fullshard.planner import plan_first
+from fullshard.planner.estimate import Estimate, Estimator
 from fullshard.planner.machines import MACHINES, Machine
-from fullshard.planner.plan_request import PlanRequest
+from fullshard.planner.request import PlanRequest
 from fullshard.planner.verdict import ERROR_BOUND, Change
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
@@ -59,7 +59,7 @@ def test_a_run_records_what_fullshard_plan_would_say(tmp_path: Path, changes: di
     machine = trainer.estimate.machine
     lengths = list(data.row_sizes)  # type: ignore[union-attr]
     request = PlanRequest(run.config, trainer.parts.engine, str(tmp_path / "model"), None, machine, lengths)
-    planned = Pricing()(request)
+    planned = Estimator()(request)
     assert planned.memory == trainer.estimate.memory and planned.traffic == trainer.estimate.traffic
     assert (planned.time, planned.levels, planned.batch) == (
         trainer.estimate.time, trainer.estimate.levels, trainer.estimate.batch
@@ -96,12 +96,12 @@ def test_a_run_that_cannot_fit_stops_with_advice(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_first, "machine_of_run", lambda: small_gpu(2**20))
         help_ = Change("gradient_checkpointing true", {"gradient_checkpointing": True}, 2**19)
-        patch.setattr(plan_first, "advised", lambda found, *_: with_change(found, help_))  # test_plan_changes has more
+        patch.setattr(plan_first, "with_advice", lambda estimate, *_: with_change(estimate, help_))
         trainer = trainer_of(tmp_path, per_device_train_batch_size=8, max_length=48)
         with pytest.raises(ConfigError) as stopped:
             trainer.train()
         text = str(stopped.value)
-        assert "Does not fit: each device needs" in text and "--skip_plan starts the run all the same" in text
+        assert "Does not fit: each device needs" in text and "--skip_plan starts the run anyway" in text
         assert "Smallest change that fits: gradient_checkpointing true (512.0 KiB per device)." in text
         assert not (tmp_path / "out" / "plan.json").exists() and not (tmp_path / "out" / "settings.json").exists()
         trainer_of(tmp_path, skip_plan=True).train()
@@ -134,7 +134,7 @@ def test_what_cannot_be_traced_is_only_noted(tmp_path: Path, error: Exception) -
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(estimate_run, "trace_step", fails)
+        patch.setattr(estimates, "trace_step", fails)
         patch.setattr(plan_first, "machine_of_run", lambda: small_gpu(2**30))
         trainer = trainer_of(tmp_path, progress="plain")
         trainer.train()
@@ -157,3 +157,25 @@ def test_a_script_s_own_loss_never_stops_a_run(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_first, "machine_of_run", lambda: small_gpu(2**20))
         Own(str(tmp_path / "model"), config, train_dataset=text_rows(60), tokenizer=make_tokenizer()).train()
+
+
+@ranks(1)
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_no_batch_could_fit_is_refused_without_a_plan_too(tmp_path: Path, skip: bool) -> None:
+    """The same part of the estimate decides, before anything is traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_first, "available_memory", lambda on_host: (2**12, "host memory"))
+        patch.setattr(plan_first, "plan_step", lambda *_: pytest.fail("planned"))
+        with pytest.raises(ConfigError, match=r"the model does not fit: each rank needs at least .* but has 4.0 KiB"):
+            trainer_of(tmp_path, skip_plan=skip).train()
+
+
+@ranks(1)
+def test_the_state_that_is_checked_is_the_estimate_s(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, **LORA)
+    trainer.prepare()
+    assert trainer.estimate is not None
+    plan, state = trainer.loop.model.plan, trainer.estimate.memory.state
+    parts = trainer.estimate.memory.moments["optimizer step"]
+    assert (state.shards, state.gradients) == (plan.shard_bytes, parts["gradients"]) and state.gradients
+    assert state.optimizer == parts["optimizer"] == 2 * state.gradients

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from fullshard.parallel.settings import EngineSettings
-from fullshard.planner.estimate import Estimate
-from fullshard.planner.estimate_run import Pricing
+from fullshard.planner.estimate import Estimate, Estimator
 from fullshard.planner.machines import MachineOptions, find_machine
-from fullshard.planner.plan_request import PlanRequest
-from fullshard.planner.plan_search import search_settings
+from fullshard.planner.request import PlanRequest
+from fullshard.planner.search import search_settings
 from fullshard.sft.checked_run import sharding_settings
 from fullshard.sft.cli_args import parse
 
@@ -34,9 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def price() -> Pricing:
+def price() -> Estimator:
     """One for all tests, so that models are built and traced once."""
-    return Pricing()
+    return Estimator()
 
 
 def asked(folder: Path, *words: str, devices: int = 1, per_node: int | None = None, **machine: Any) -> PlanRequest:
@@ -95,10 +94,10 @@ def test_operations_per_token_with_an_adapter(folder, price):
 ])  # fmt: skip
 def test_strategies_that_share_a_layout_are_priced_like_alone(folder, pair):
     """A planned model is shared between strategies; each price equals that of a run of its own."""
-    request, shared = asked(folder, devices=16), Pricing()
+    request, shared = asked(folder, devices=16), Estimator()
     shared(with_strategy(request, pair[0]))
     one = with_strategy(request, pair[1], offload_params=True)
-    assert _comparable(shared(one)) == _comparable(Pricing()(one))
+    assert _comparable(shared(one)) == _comparable(Estimator()(one))
     assert len(shared._models) == 1
 
 
@@ -118,7 +117,7 @@ def test_files_of_a_search_have_the_price_that_was_shown(folder, price, allow, t
         (tmp_path / "run.yaml").write_text(found.yaml())
         config = parse([str(tmp_path / "run.yaml")]).config
         engine = sharding_settings(config, EngineSettings(), [])
-        again = Pricing()(PlanRequest(config, engine, str(folder), None, request.machine))
+        again = Estimator()(PlanRequest(config, engine, str(folder), None, request.machine))
         assert _comparable(again) == _comparable(found.estimate)
 
 

@@ -11,8 +11,8 @@ import pytest
 from fullshard.config.errors import ConfigError
 from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.machines import MachineOptions, find_machine
-from fullshard.planner.plan_request import PlanRequest
-from fullshard.planner.plan_search import search_settings, splits
+from fullshard.planner.request import PlanRequest
+from fullshard.planner.search import search_settings, splits
 from fullshard.planner.tables import nothing_fits
 from fullshard.sft.checked_run import sharding_settings
 from fullshard.sft.cli_args import parse

@@ -18,10 +18,10 @@ from fullshard.fsdp.plan import ShardingPlan
 from fullshard.lora.model_size import count_parameters
 from fullshard.parallel.model import shard_model
 from fullshard.parallel.settings import EngineSettings
-from fullshard.planner.activations import trace_step
+from fullshard.planner.batch import BatchShape
 from fullshard.planner.layer_dedup import may_name_a_layer
 from fullshard.planner.planned_model import PlannedModel, planned_model
-from fullshard.planner.step_trace import BatchShape
+from fullshard.planner.tracer import trace_step
 from fullshard.sft import adapter
 from fullshard.sft.model_steps import adapt_model, ready_model
 from fullshard.sft.read_model import read_model

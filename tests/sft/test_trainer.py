@@ -18,9 +18,9 @@ from fullshard.checkpoint.manifest import published_steps
 from fullshard.config.errors import ConfigError, TrainingError
 from fullshard.distributed import runtime
 from fullshard.fsdp.state_dict import whole_value
-from fullshard.planner import memory_check
-from fullshard.planner.memory import need_of
+from fullshard.planner.memory import MemoryOptions, StateMemory, state_memory
 from fullshard.planner.optimizer_state import OptimizerMemory
+from fullshard.planner.verdict import check_state
 from fullshard.report.html_report import render
 from fullshard.report.run_record import read_run
 from fullshard.sft.trainer import SFTTrainer
@@ -308,11 +308,9 @@ def compare(choices: dict[str, tuple[dict[str, Any], dict[str, Any], float]], fo
         assert other == pytest.approx(plain, abs=tolerance), name
 
 
-def test_what_does_not_fit_is_said_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    need = memory_check.MemoryNeed(2**30, 2**30, 2 * 2**30, 0)
-    monkeypatch.setattr(memory_check, "available", lambda on_host: (3 * 2**30, "host memory"))
+def test_what_does_not_fit_is_said_with_numbers() -> None:
     with pytest.raises(ConfigError, match=r"at least 4.00 GiB of host memory \(shards 1.00 GiB, .* has 3.00 GiB"):
-        memory_check.check_fit(need, False)
+        check_state(StateMemory(2**30, 2**30, 2 * 2**30), 3 * 2**30, "host memory")
 
 
 @ranks(1)
@@ -321,5 +319,6 @@ def test_the_plan_s_bytes(tmp_path: Path) -> None:
     count = sum(p.numel() for p in model.parameters())
     config = settings(tmp_path, max_steps=1, progress="quiet")
     trainer = SFTTrainer(model=model, args=config, train_dataset=text_rows(4), tokenizer=make_tokenizer())
-    need = need_of(trainer.prepare().model.plan, OptimizerMemory("adamw_torch"))
-    assert (need.shards, need.gradients, need.optimizer) == (4 * count, 4 * count, 8 * count)
+    options = MemoryOptions(accelerator=False, optimizer=OptimizerMemory("adamw_torch"))
+    state = state_memory(trainer.prepare().model.plan, options)
+    assert state == StateMemory(4 * count, 4 * count, 8 * count)

@@ -21,9 +21,9 @@ from fullshard.config.options import nearest
 from fullshard.fsdp.plan import ShardingPlan, item_size
 from fullshard.parallel.fsdp_flags import read_section, read_words
 from fullshard.parallel.settings import STRATEGIES
+from fullshard.planner.changes import splits
 from fullshard.planner.estimate import Estimate
-from fullshard.planner.plan_changes import splits
-from fullshard.planner.plan_request import PlanRequest
+from fullshard.planner.request import PlanRequest
 from fullshard.sft.sft_config import SFTConfig
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -47,11 +47,11 @@ Price = Callable[[PlanRequest], Estimate]
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """Settings, and what the run needs and costs with them."""
 
     request: PlanRequest
-    asked: PlanRequest
+    requested: PlanRequest
     """What the user asked for."""
     words: str
     estimate: Estimate
@@ -90,7 +90,7 @@ class Found:
         given = {**read_section(config.fsdp_config, []), **read_words(config.fsdp)}
         kept = {name: value for name, value in given.items() if name not in FSDP_KEYS}
         chosen: dict[str, Any] = {"sharding_strategy": engine.strategy, "offload_params": engine.offload_params}
-        if self.asked.engine.activation_checkpointing:
+        if self.requested.engine.activation_checkpointing:
             chosen |= {"activation_checkpointing": False, "activation_checkpointing_offload": False}
         return {**values, "fsdp_config": {f"fsdp_{name}": value for name, value in {**kept, **chosen}.items()}}
 
@@ -107,9 +107,9 @@ class Found:
 class SearchResult:
     """What a search has found."""
 
-    fitting: tuple[Found, ...]
+    fitting: tuple[Candidate, ...]
     """The fastest first."""
-    nearest: Found | None
+    nearest: Candidate | None
     """If nothing fits: what comes nearest."""
     tried: int
     allowed: tuple[str, ...] = ()
@@ -151,8 +151,8 @@ def search_settings(
     allowed = check_allowed(allow)
     for method in _methods(request, allowed):
         search.explore(method, [method_name(method)] if allowed else [])
-    found = sorted(search.fitting, key=lambda one: -one.tokens_per_second)
-    return SearchResult(tuple(found), None if found else search.nearest, search.tried, allowed)
+    fitting = sorted(search.fitting, key=lambda one: -one.tokens_per_second)
+    return SearchResult(tuple(fitting), None if fitting else search.nearest, search.tried, allowed)
 
 
 # --- what is tried --------------------------------------------------------------------------------------------------
@@ -221,10 +221,10 @@ class _Search:
 
     def __init__(self, request: PlanRequest, price: Price, say: Callable[[str], None]) -> None:
         config = request.config
-        self.asked, self.price, self.say = request, price, say
+        self.requested, self.price, self.say = request, price, say
         self.splits = splits(config.per_device_train_batch_size, config.gradient_accumulation_steps)
-        self.fitting: list[Found] = []
-        self.nearest: Found | None = None
+        self.fitting: list[Candidate] = []
+        self.nearest: Candidate | None = None
         self.tried = 0
         self._kept: set[Any] = set()
         """What fits of the current method."""
@@ -241,7 +241,7 @@ class _Search:
                 weights = weights or weight_bytes(first.estimate.plan)
                 best |= {request.engine.strategy} if first.fits else set()
 
-    def _explore_sharding(self, request: PlanRequest, words: list[str]) -> Found | None:
+    def _explore_sharding(self, request: PlanRequest, words: list[str]) -> Candidate | None:
         """One strategy: the largest micro-batch that fits with each kind of recomputation. Returns the whole batch at
         once without recomputation, whether it fits or not."""
         none, auto, full, on_host = range(len(CHECKPOINTING))
@@ -265,23 +265,23 @@ class _Search:
         low, high, best = start, len(self.splits), None
         while low < high:
             middle = (low + high) // 2 if low > start else start  # often the first one fits
-            found = self._try(request, words, kind, middle)
-            if found is not None and found.fits:
-                high, best = middle, found
+            candidate = self._try(request, words, kind, middle)
+            if candidate is not None and candidate.fits:
+                high, best = middle, candidate
             else:
                 low = middle + 1
         self._keep(best)
         return high
 
-    def _keep(self, found: Found | None) -> None:
-        if found is None or not found.fits:
+    def _keep(self, candidate: Candidate | None) -> None:
+        if candidate is None or not candidate.fits:
             return
-        same = (found.request.engine, found.estimate.batch, found.estimate.levels)
+        same = (candidate.request.engine, candidate.estimate.batch, candidate.estimate.levels)
         if same not in self._kept:  # what adapts to the memory that is left may come to the same
             self._kept.add(same)
-            self.fitting.append(found)
+            self.fitting.append(candidate)
 
-    def _try(self, request: PlanRequest, words: list[str], kind: int, index: int) -> Found | None:
+    def _try(self, request: PlanRequest, words: list[str], kind: int, index: int) -> Candidate | None:
         """What a candidate needs and costs; None where its settings exclude each other."""
         rows, accumulation = self.splits[index]
         name, settings = CHECKPOINTING[kind]
@@ -293,12 +293,12 @@ class _Search:
         self.say(said)
         self.tried += 1
         try:
-            found = Found(changed, self.asked, said, self.price(changed))
+            candidate = Candidate(changed, self.requested, said, self.price(changed))
         except UserError:  # settings that this model or strategy excludes
             return None
-        if self.nearest is None or found.rank < self.nearest.rank:
-            self.nearest = found
-        return found
+        if self.nearest is None or candidate.rank < self.nearest.rank:
+            self.nearest = candidate
+        return candidate
 
 
 def weight_bytes(plan: ShardingPlan) -> int:

@@ -1,7 +1,7 @@
 """What one training step allocates, found by running it on the meta device: no values, no memory, no accelerator.
 
 The planned model runs one forward pass, its loss and a backward pass, with the operators of the device that the run
-would use. `trace_storages.py` follows the memory of each tensor. The step is divided into segments: the forward and the
+would use. `storages.py` follows the memory of each tensor. The step is divided into segments: the forward and the
 backward of each layer, and what the model does around its layers.
 """
 
@@ -25,9 +25,10 @@ from fullshard.models.attention_masks import known_rows
 from fullshard.models.kernels_on_meta import WORKSPACES, device_kernels, product_workspace
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.settings import EngineSettings
+from fullshard.planner.batch import BatchShape
 from fullshard.planner.compiled_layers import CompiledCall, LayerCost, compiled_norms
-from fullshard.planner.step_trace import BatchShape, Segment, StepTrace
-from fullshard.planner.trace_storages import Mark, StorageTrace
+from fullshard.planner.step_trace import Segment, StepTrace
+from fullshard.planner.storages import Mark, StorageTrace
 from fullshard.quant import workspace
 from fullshard.spmd.tensor_tree import map_tensors, tensors_in
 

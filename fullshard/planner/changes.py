@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.config.errors import ConfigError, UserError
 from fullshard.optim.names import SERVED
-from fullshard.planner.estimate import Estimate
-from fullshard.planner.plan_request import PlanRequest
+from fullshard.planner.estimate import Estimate, Estimator
+from fullshard.planner.request import PlanRequest
 from fullshard.planner.verdict import Change
 
 WEIGHTS = frozenset({"shards", "gathered", "gradients", "optimizer", "buffers"})
@@ -76,12 +77,12 @@ def smaller_evaluation(request: PlanRequest) -> Iterator[Variant]:
 
 def checkpointing(request: PlanRequest) -> Iterator[Variant]:
     """Recompute activations: as much as needed, or all."""
-    given = request.config.gradient_checkpointing
+    checkpointing = request.config.gradient_checkpointing
     if request.engine.activation_checkpointing:
         return
-    if given is False:
+    if checkpointing is False:
         yield _run(request, "gradient_checkpointing auto", WEIGHTS, gradient_checkpointing="auto")
-    if given is not True:
+    if checkpointing is not True:
         yield _run(request, "gradient_checkpointing true", WEIGHTS, gradient_checkpointing=True)
 
 
@@ -230,12 +231,12 @@ class ChangeSearch:
         the other."""
         for lever in levers:
             for before in (list(pulled), []) if pulled else ([],):
-                if (found := self._smallest(before, lever)) is not None:
-                    return found
+                if (change := self._smallest(before, lever)) is not None:
+                    return change
         at = list(pulled)
         for lever in levers:
-            if (found := self._smallest(at, lever)) is not None:
-                return found
+            if (change := self._smallest(at, lever)) is not None:
+                return change
             at.append((lever, FURTHEST))
         return None
 
@@ -319,3 +320,21 @@ def _after(first: Variant, second: Variant) -> Variant:
     """Two changes, one after the other."""
     words = f"{first.words}, {second.words}" if first.words else second.words
     return Variant(second.request, words, {**first.settings, **second.settings}, first.keeps & second.keeps)
+
+
+def estimate_with_advice(request: PlanRequest) -> Estimate:
+    """What a run needs and costs and, if it does not fit, the smallest change that would make it fit."""
+    estimator = Estimator()
+    return with_advice(estimator(request), request, estimator)
+
+
+def with_advice(estimate: Estimate, request: PlanRequest, estimator: Estimator) -> Estimate:
+    """An estimate with the smallest change that would make the run fit, if it does not."""
+    if estimate.verdict.fits is not False:
+        return estimate
+    search = ChangeSearch(request, estimate, estimator)
+    began = time.perf_counter()
+    changes = tuple(search.find())
+    verdict = dataclasses.replace(estimate.verdict, changes=changes, tried=search.tried)
+    seconds = {**estimate.seconds, "advice": time.perf_counter() - began}
+    return dataclasses.replace(estimate, verdict=verdict, seconds=seconds)

@@ -1,98 +1,25 @@
-"""The memory that a run with these settings needs: its planned model and the traces of a step, priced."""
+"""What the settings of a run say about its memory: the options of the estimate, and what each layer keeps for backward,
+by checkpointing or by a budget."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fullshard.activations.levels import Level, LevelChoice, full_checkpointing, recompute_costs
-from fullshard.config.errors import UserError, first_line
-from fullshard.data.find_dataset import names_of
-from fullshard.data.loader import cached_table
-from fullshard.data.sources import hold_back
 from fullshard.device import accelerator
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
-from fullshard.models.attention import is_own
-from fullshard.models.attention_masks import BLOCK
-from fullshard.models.causal_lm import causal
-from fullshard.models.rope_scaling import longest_document
-from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.settings import EngineSettings
+from fullshard.planner.batch import bounds_batches
 from fullshard.planner.host_memory import PROCESS, margin
 from fullshard.planner.memory import MemoryEstimate, MemoryOptions, estimate_memory
 from fullshard.planner.optimizer_state import OptimizerMemory, names_apart
 from fullshard.planner.planned_model import HeldTensor, PlannedModel
-from fullshard.planner.step_trace import BatchShape, StepTrace
-from fullshard.sft.batches import make_collator, text_settings
-from fullshard.sft.dataset_options import find
-from fullshard.sft.model import prepared_tokenizer, read_tokenizer
-from fullshard.sft.read_model import uses_flash
+from fullshard.planner.step_trace import StepTrace
 from fullshard.sft.sft_config import SFTConfig
-
-CONTEXT = 2048
-"""Tokens of a row if neither the settings nor the model limit them."""
-
-
-def bounds_batches(config: SFTConfig) -> bool:
-    """Whether the largest batch of the engine's own data loader is known before it is loaded."""
-    return not config.streaming or (config.max_length is not None and not config.skip_prepare_dataset)
-
-
-def largest_shape(config: SFTConfig, model: Any, lengths: Sequence[int]) -> BatchShape:
-    """The shape of a micro-batch of the longest rows, as the data loader pads them."""
-    rows = config.per_device_train_batch_size
-    block = BLOCK if is_own(causal(model).config) else None
-    collator = make_collator(config, 0, uses_flash(causal(model)), has_router_loss(model), block=block)
-    longest = sorted(lengths)[-rows:]
-    length = collator.padded(int(sum(longest) if collator.flatten else longest[-1]))
-    return BatchShape(1 if collator.flatten else rows, length, config.gradient_accumulation_steps, config.keeps_apart)
-
-
-def evaluation_shape(config: SFTConfig, batch: BatchShape) -> BatchShape | None:
-    """The largest batch of evaluations, of rows like the longest that are trained; None if there are none."""
-    if config.eval_strategy == "no":
-        return None
-    trained, rows = config.per_device_train_batch_size, config.per_device_eval_batch_size
-    packed = batch.packed and config.eval_packing is not False
-    if batch.rows == 1 < trained:  # the rows of a batch are one
-        return BatchShape(1, batch.length * rows // trained, packed=packed)
-    return BatchShape(rows, batch.length, packed=packed)
-
-
-def assumed_length(config: SFTConfig, model: Any) -> tuple[int, str]:
-    """The length of rows if the data is not looked at, and where it comes from."""
-    if config.max_length is not None:
-        return config.max_length, "max_length"
-    context = longest_document(causal(model).config)
-    return (context, "the model's context") if context is not None else (CONTEXT, "neither data nor model limit it")
-
-
-def lengths_of_data(config: SFTConfig, model: Any, adapter: Any) -> tuple[Sequence[int] | None, str]:
-    """The lengths of all rows of the training data, if it is here and has been tokenized for this run; and a note for
-    the user. Nothing is downloaded or tokenized."""
-    if config.dataset_name is None:
-        return None, "no data was named"
-    places = [*names_of(config.dataset_name), config.tokenizer_name_or_path or str(model or adapter)]
-    if not all(Path(place).expanduser().exists() for place in places):
-        return None, f"{config.dataset_name} and its tokenizer are not both on this machine"
-    try:
-        tokenizer = read_tokenizer(config, model, Path(adapter).expanduser() if adapter is not None else None)
-        prepared_tokenizer(config, tokenizer)
-        source = find(config).train
-        if config.val_size:
-            source, _ = hold_back(source, config.val_size, config.seed, config.streaming)
-        settings = text_settings(config, tokenizer)
-        table = None if config.streaming else cached_table(source, tokenizer, settings, config.cache_dir)
-    except UserError as error:
-        return None, f"{config.dataset_name} cannot be read ({first_line(error)})"
-    if table is None:
-        return None, f"{config.dataset_name} has not been tokenized yet, which fullshard sft with --preview does"
-    return table.row_sizes[:].tolist(), f"they are those of {config.dataset_name}"
-
 
 PASSES = ("forward", "loss", "backward")
 """The moments whose memory depends on what layers keep."""
@@ -100,12 +27,12 @@ PASSES = ("forward", "loss", "backward")
 
 def kept_bytes(traces: Mapping[Level, StepTrace]) -> dict[str, dict[Level, float]]:
     """By kind of layer and level, the bytes that a layer keeps for backward."""
-    found: dict[str, dict[Level, float]] = {}
+    sizes: dict[str, dict[Level, float]] = {}
     for level, trace in traces.items():
         for segment in trace.segments:
             if segment.unit and segment.moment == "forward":
-                found.setdefault(segment.unit, {}).setdefault(level, segment.kept)
-    return found
+                sizes.setdefault(segment.unit, {}).setdefault(level, segment.kept)
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -171,11 +98,11 @@ def whole_names(names: set[str], kinds: Mapping[str, str]) -> frozenset[str]:
     alike: dict[str, list[str]] = {}
     for layer, kind in kinds.items():
         alike.setdefault(f"{kind}.", []).append(f"{layer}.")
-    found = set()
+    whole = set()
     for name in names:
         prefix = next((kind for kind in alike if name.startswith(kind)), "")
-        found |= {layer + name.removeprefix(prefix) for layer in alike[prefix]} if prefix else {name}
-    return frozenset(found)
+        whole |= {layer + name.removeprefix(prefix) for layer in alike[prefix]} if prefix else {name}
+    return frozenset(whole)
 
 
 def _unsharded(name: str, t: HeldTensor) -> ParameterPlan:
