@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,20 +30,25 @@ from fullshard.parallel.prepare import rebind, step_facts
 from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.activation_budget import ActivationBudget
 from fullshard.planner.batch import largest_in_data
+from fullshard.planner.estimate import Estimate
 from fullshard.planner.plan_first import RunToPlan, plan_first
 from fullshard.report.reporter import Reporter
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say, set_projection_dtype
 from fullshard.sft.batches import StepLoader, Steps, describe_shapes, load_data
+from fullshard.sft.callbacks import Callbacks
 from fullshard.sft.checked_run import CheckedRun
 from fullshard.sft.given_model import take_model
-from fullshard.sft.loop import Loop
+from fullshard.sft.loop import Loop, LoopFunctions
+from fullshard.sft.micro_batch import MicroBatch
 from fullshard.sft.model import find_folders, has_own_tables, prepare_vocabulary, read_tokenizer
 from fullshard.sft.model_steps import adapt_model, ready_model
 from fullshard.sft.optimizer import check_given, schedule_of
+from fullshard.sft.optimizer_step import OptimizerSteps, StepFunctions
 from fullshard.sft.read_model import read_model
 from fullshard.sft.run_dir import settings_that_train
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.training_state import TrainingState
 from fullshard.weights.fill import fill
 
 
@@ -76,6 +82,23 @@ class Parts:
     def from_weights(self) -> bool:
         """Whether the new adapter is initialized from the base weights (PiSSA, OLoRA)."""
         return self.new_adapter and adapter.is_from_weights(self.model)
+
+
+@dataclass(frozen=True)
+class TrainerFunctions:
+    """What a run shares with its trainer and calls of it."""
+
+    micro: MicroBatch
+    events: Callbacks
+    step: StepFunctions
+    loop: LoopFunctions
+    store_flos: Callable[[], None]
+    make_optimizer: Callable[[int], tuple[Any, Any]]
+    """Make the optimizer and the schedule of so many steps."""
+    own_optimizer: bool
+    """Whether the optimizer is the one that the settings name."""
+    own_loss: bool
+    """Whether loss and batches are the engine's own, not a script's."""
 
 
 def join_ranks(engine: EngineSettings) -> None:
@@ -127,12 +150,13 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
 
 
 def build_loop(
-    config: SFTConfig, parts: Parts, reporter: Reporter, first: Path | None, steps: Steps | None, trainer: Any
-) -> Loop:
+    config: SFTConfig, parts: Parts, reporter: Reporter, first: Path | None, steps: Steps | None,
+    functions: TrainerFunctions,
+) -> tuple[Loop, Estimate | None]:  # fmt: skip
     """Shard the model, read its weights and make the loop around it. All ranks must call it.
 
     `first` is the folder of initial adapter values to read instead of computing them again; `steps` are the training
-    data. The trainer makes optimizer and schedule.
+    data. Returns the loop, and what the run was planned to need.
     """
     model = parts.model
     steps_to_run = reporter.total if steps is not None else 0
@@ -162,21 +186,29 @@ def build_loop(
     traces_step = steps is not None and not config.skip_plan and not compiled
     run = RunToPlan(
         config, engine, sharded, parts.base, largest, reporter.total, parts.grown, parts.adapter_config,
-        trainer.makes_optimizer, trainer.makes_loss, activations.usable() if traces_step else None, traces_step,
+        functions.own_optimizer, functions.own_loss, activations.usable() if traces_step else None, traces_step,
     )  # fmt: skip
-    trainer.estimate = plan_first(run, reporter.say)
-    activations.begin(trainer.estimate.choice if trainer.estimate is not None else None)
+    estimate = plan_first(run, reporter.say)
+    activations.begin(estimate.choice if estimate is not None else None)
     if parts.base is not None:
         fill(
             sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),
             resize_vocab=parts.grown, adapter=parts.adapter, first=first,
         )  # fmt: skip
     set_projection_dtype(sharded, dtypes.param_dtype)
-    trainer.create_optimizer_and_scheduler(reporter.total)
-    optimizer, schedule = check_given(rebind(trainer.optimizer)), schedule_of(trainer.lr_scheduler)
-    require_equal(step_facts(trainer.optimizer, trainer.lr_scheduler), "optimizer and schedule")
+    of_trainer = functions.make_optimizer(reporter.total)
+    optimizer, schedule = check_given(rebind(of_trainer[0])), schedule_of(of_trainer[1])
+    require_equal(step_facts(*of_trainer), "optimizer and schedule")
     activations.watch(optimizer)
-    return Loop(
-        config, sharded, ready.head, optimizer, schedule, steps, reporter, engine.mixed_precision, ready.packed,
-        trainer, activations,
+    events, micro = functions.events, functions.micro
+    scaler = torch.amp.GradScaler(runtime.device().type, enabled=engine.mixed_precision == "fp16")
+    state = TrainingState(
+        config, sharded, optimizer, schedule, scaler, activations, events, functions.store_flos,
+        steps.batch if steps is not None else 0,
     )  # fmt: skip
+    step = OptimizerSteps(config, state, micro, ready.packed, functions.step, events, reporter.close)
+    evaluates_first = config.eval_on_start and parts.evaluation is not None
+    loop = Loop(
+        config, state, step, ready.head, steps, reporter, functions.loop, events, evaluates_first=evaluates_first
+    )
+    return loop, estimate

@@ -1,5 +1,4 @@
-"""What scripts written for transformers and Accelerate use around a run: callbacks, with their state and control, and
-`trainer.accelerator`.
+"""The callbacks of a run, with their state and control.
 
 State and control are transformers' own classes. Every event of transformers comes, in its order and with its arguments;
 what a callback asks for counts if it asks on any rank. The trainer's own callbacks (`samples.py`, `hub.py`) are called
@@ -9,26 +8,14 @@ first, and never change the course of a run.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from fullshard.checkpoint.manager import load_state, save_state
-from fullshard.checkpoint.manifest import published_steps, step_name
 from fullshard.config.errors import ConfigError
-from fullshard.config.options import nearest
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import any_of, exchange
-from fullshard.parallel.gather import gather_for_metrics
-from fullshard.sft.loop import Loop
-from fullshard.sft.run_dir import CHECKPOINTS
-from fullshard.sft.run_progress import check_progress
 from fullshard.sft.sft_config import SFTConfig
-
-# --- callbacks ------------------------------------------------------------------------------------------------------
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 """What a callback can ask for, in `control`."""
@@ -209,189 +196,3 @@ def default_flow() -> Any:
             return control
 
     return DefaultFlow()
-
-
-# --- methods for scripts --------------------------------------------------------------------------------------------
-
-
-class ScriptMethods:
-    """Methods of transformers' trainer that scripts call and training itself does not need."""
-
-    args: Any
-    callback_handler: Callbacks
-    optimizer: Any
-    model_init: Any = None
-
-    @property
-    def state(self) -> Any:
-        """The progress of the run, as transformers' `TrainerState`."""
-        return self.callback_handler.state
-
-    @property
-    def control(self) -> Any:
-        """What the callbacks ask for, as transformers' `TrainerControl`."""
-        return self.callback_handler.control
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback, given as an object or as a class."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, or the first one of a class; returns it, or None if there is none."""
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, or the first one of a class if there is one."""
-        self.callback_handler.remove_callback(callback)
-
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return runtime.local_rank() == 0
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the first rank."""
-        return runtime.is_main()
-
-    def save_state(self) -> None:
-        """Write the state to `trainer_state.json` in `output_dir`, on the first rank."""
-        if runtime.is_main():
-            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
-
-    def get_learning_rates(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [group["lr"] for group in self._groups()]
-
-    def get_optimizer_group(self, param: Any = None) -> Any:
-        """The parameter group of a parameter, or the parameters of all groups."""
-        groups = self._groups()
-        found = (group for group in groups if any(param is each for each in group["params"]))
-        return next(found, None) if param is not None else [group["params"] for group in groups]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        if self.optimizer is None:
-            raise ConfigError("there is no optimizer yet; call trainer.prepare() or train() first.")
-        return self.optimizer.param_groups
-
-    def get_num_trainable_parameters(self) -> int:
-        """The number of trainable parameters, of all ranks together."""
-        return sum(p.numel() for p in self.callback_handler.model.parameters() if p.requires_grad)
-
-    def end(self) -> None:
-        """Leave the process group, at the end of a script."""
-        runtime.shutdown()
-
-    def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
-        """Refused: ranks are started once per run."""
-        raise ConfigError(
-            "hyperparameter_search is not supported: ranks are started once per run; start one run per trial, each "
-            "with its own output_dir."
-        )
-
-    def call_model_init(self, trial: Any = None) -> Any:
-        """A model from `model_init`, with the run's seed."""
-        takes_trial = inspect.signature(self.model_init).parameters
-        made = self.model_init(trial) if takes_trial else self.model_init()
-        if made is None:
-            raise ConfigError("model_init returned None; expected a model.")
-        return made
-
-
-# --- accelerator ----------------------------------------------------------------------------------------------------
-
-STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
-
-
-@dataclass
-class Plugin:
-    """The engine's settings under the names of Accelerate's `FullyShardedDataParallelPlugin`."""
-
-    sharding_strategy: str
-    cpu_offload: bool
-    state_dict_type: str
-    auto_wrap_policy: Any = None
-    """May be set; the engine does not need it, since a unit may hold trainable and frozen parameters side by side."""
-
-    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose the values that a script's own saving gathers. `save_model` writes whole values in any case."""
-        name = str(getattr(state_dict_type, "name", state_dict_type) or self.state_dict_type).upper()
-        if name not in STATE_DICT_TYPES:
-            raise ConfigError(f"state_dict_type {state_dict_type!r}{nearest(name, STATE_DICT_TYPES)}")
-        self.state_dict_type = name
-
-
-@dataclass
-class AcceleratorState:
-    """The `state` of an `Accelerator`."""
-
-    fsdp_plugin: Plugin
-    distributed_type: str = "FSDP"
-    mixed_precision: str = "no"
-
-
-@dataclass
-class Accelerator:
-    """The ranks of a trainer's run, under the names of Accelerate's `Accelerator`."""
-
-    prepare: Callable[[], Loop] = field(repr=False)
-    """The trainer's: the training loop, made at the first call."""
-    state: AcceleratorState
-
-    @property
-    def is_main_process(self) -> bool:
-        return runtime.is_main()
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return runtime.local_rank() == 0
-
-    @property
-    def process_index(self) -> int:
-        return runtime.rank()
-
-    @property
-    def num_processes(self) -> int:
-        return runtime.world_size()
-
-    @property
-    def device(self) -> Any:
-        return runtime.device()
-
-    def print(self, *values: object, **options: Any) -> None:
-        runtime.print0(*values, **options)
-
-    def wait_for_everyone(self) -> None:
-        runtime.barrier()
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        return gather_for_metrics(input_data, use_gather_object)
-
-    def gather(self, tensor: Any) -> Any:
-        return gather_for_metrics(tensor)
-
-    def backward(self, loss: Any, **options: Any) -> None:
-        """The gradients of a micro-batch's loss; in fp16 the loss is scaled."""
-        loop = self.prepare()
-        factor = 0.0 if loop.stands_in else loop.scale
-        (loss if factor == 1 else loss * factor).backward(**options)
-
-    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model itself: sharding adds no wrapper."""
-        return model
-
-    def save_state(self, output_dir: str) -> None:
-        """Save model, optimizer, progress and random generators. All ranks must call it."""
-        save_state(output_dir, self.prepare().state())
-
-    def load_state(self, input_dir: str) -> None:
-        """Resume from what `save_state` or a run's checkpoint holds. All ranks must call it."""
-        loop = self.prepare()
-        loop.adopt(load_state(_newest(Path(input_dir)), loop.state(), check_values=check_progress))
-
-
-def _newest(folder: Path) -> Path:
-    """The newest checkpoint in a run's folder or its folder of checkpoints; else the folder itself."""
-    for root in (folder, folder / CHECKPOINTS):
-        if root.is_dir() and (steps := published_steps(root)):
-            return root / step_name(steps[-1])
-    return folder

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,26 +28,23 @@ from fullshard.sft.batches import ScriptLoader, checked_table, evaluation_loader
 from fullshard.sft.dataset_options import script_source
 from fullshard.sft.loop import Loop
 from fullshard.sft.optimizer import ScriptSchedule
+from fullshard.sft.overrides import Calls
+from fullshard.sft.trainer_context import TrainerContext
 from fullshard.sft.training_step import TrainingStep, trained_tokens
 
 
-class Evaluation(TrainingStep):
-    """The methods of a trainer that evaluate and predict."""
+class Evaluation:
+    """Evaluates and predicts, before, during and after training."""
 
-    preprocess_logits_for_metrics: Any = None
-    is_in_train = False
-    began: float
-    _formatting_func: Callable[[Any], str] | None = None
-    """Makes the text of each row, also of rows that `evaluate` is given."""
-    prepare: Callable[[], Loop]
-    _say: Any
+    def __init__(self, context: TrainerContext, calls: Calls, step: TrainingStep) -> None:
+        self._context, self._calls, self._step = context, calls, step
 
     # --- data -------------------------------------------------------------------------------------------------------
 
     @property
-    def eval_dataset(self) -> Any:
+    def dataset(self) -> Any:
         """The rows of the evaluation data, or of each set by name, read like a `datasets.Dataset`."""
-        return prepared_rows(self.parts.evaluation)
+        return prepared_rows(self._context.parts.evaluation)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """This rank's batches of a data set: the trainer's own, one of several by name, or other rows."""
@@ -59,7 +55,7 @@ class Evaluation(TrainingStep):
         return self._loader_of(self._evaluation_rows(test_dataset, "test_dataset"))
 
     def _evaluation_rows(self, given: Any, name: str) -> TokenTable:
-        own = self.parts.evaluation
+        own = self._context.parts.evaluation
         if isinstance(given, str) and isinstance(own, dict) and given in own:
             return own[given]
         if given is None:
@@ -68,12 +64,19 @@ class Evaluation(TrainingStep):
             raise ConfigError(f"there is no {name} to evaluate on.")
         if isinstance(given, TokenTable | PreparedRows):
             return given.table if isinstance(given, PreparedRows) else given
-        source = script_source(given, name, self.args, self._formatting_func)
-        return checked_table(self.args, self.parts.model, self.parts.tokenizer, self._say, "evaluation", source)
+        source = script_source(given, name, self._context.args, self._context.formatting_func)
+        return checked_table(
+            self._context.args,
+            self._context.parts.model,
+            self._context.parts.tokenizer,
+            self._context.say,
+            "evaluation",
+            source,
+        )
 
     def _loader_of(self, table: TokenTable) -> Any:
-        seen = self._batches_are_seen or self.compute_metrics is not None
-        return evaluation_loader(self.args, table, self._collator(seen), seen)
+        seen = self._step.batches_are_seen or self._context.compute_metrics is not None
+        return evaluation_loader(self._context.args, table, self._step.collator(seen), seen)
 
     def num_examples(self, dataloader: Any) -> int:
         """The number of rows behind a data loader."""
@@ -88,37 +91,36 @@ class Evaluation(TrainingStep):
 
         Several sets, given as a dict, are evaluated one after the other: the name of each is in its metrics' names.
         """
-        sets = eval_dataset if eval_dataset is not None else self.eval_dataset
+        sets = eval_dataset if eval_dataset is not None else self.dataset
         if isinstance(sets, dict):
             found: dict[str, float] = {}
             for name, rows in sets.items():
                 chosen = rows if eval_dataset is not None else name
                 prefix = f"{metric_key_prefix}_{name}"
-                found |= self.evaluate(eval_dataset=chosen, ignore_keys=ignore_keys, metric_key_prefix=prefix)
+                found |= self._calls.evaluate(eval_dataset=chosen, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return found
         loop = self._ready()
         began = time.time()
-        output = self.evaluation_loop(
-            self.get_eval_dataloader(eval_dataset), "Evaluation", True if self.compute_metrics is None else None,
-            ignore_keys, metric_key_prefix,
-        )  # fmt: skip
+        loader = self._calls.get_eval_dataloader(eval_dataset)
+        loss_only = True if self._context.compute_metrics is None else None
+        output = self._calls.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
         metrics = output.metrics
         metrics |= self._speed(metric_key_prefix, began, output.num_samples)
-        self.log(metrics)
-        self.callback_handler("on_evaluate", metrics=metrics)
+        self._calls.log(metrics)
+        self._context.events("on_evaluate", metrics=metrics)
         loop.window.pause(time.time() - began)
         return metrics
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Evaluate during training; a schedule that follows a metric gets it."""
-        metrics, schedule = self.evaluate(ignore_keys=ignore_keys_for_eval), self.loop.schedule
+        metrics, schedule = self._calls.evaluate(ignore_keys=ignore_keys_for_eval), self._context.loop.state.schedule
         if isinstance(schedule, ScriptSchedule) and schedule.follows_metric and not skip_scheduler:
-            schedule.scheduler.step(metrics[self.args.best_metric])
+            schedule.scheduler.step(metrics[self._context.args.best_metric])
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Compare with the best evaluation so far, and stop early if it is time. Returns whether this one is better."""
-        config, progress, events = self.args, self.loop.progress, self.callback_handler
+        config, progress, events = self._context.args, self._context.loop.progress, self._context.events
         patience, name = config.early_stopping_patience, config.best_metric
         if name not in metrics:
             if config.metric_for_best_model is None and patience is None:
@@ -132,8 +134,17 @@ class Evaluation(TrainingStep):
             events.state.best_metric, events.state.best_global_step = value, progress.step
         if patience is not None and progress.without_improvement >= patience:
             events.control.should_training_stop = True
-            self._say(f"no improvement of {name} in {patience} evaluations: stopping early")
+            self._context.say(f"no improvement of {name} in {patience} evaluations: stopping early")
         return gain > 0
+
+    def evaluate_in_training(self) -> dict[str, float]:
+        """Evaluate between two steps."""
+        metrics: dict[str, float] = self._calls._evaluate(None, self._context.ignored_keys)
+        return metrics
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation is the best so far; stops early if it is time."""
+        return bool(self._calls._determine_best_metric(metrics, None))
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """Logits, labels and metrics of other rows, as transformers' `PredictionOutput`. All ranks must call it."""
@@ -141,62 +152,43 @@ class Evaluation(TrainingStep):
 
         self._ready()
         began = time.time()
-        loader = self.get_test_dataloader(test_dataset)
-        output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+        loader = self._calls.get_test_dataloader(test_dataset)
+        output = self._calls.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
         output.metrics.update(self._speed(metric_key_prefix, began, output.num_samples))
-        self.callback_handler("on_predict", metrics=output.metrics)
+        self._context.events("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
     def _ready(self) -> Loop:
         """The training loop; outside training, the ranks find out about each other's callbacks first."""
-        loop = self.prepare()
-        if not self.is_in_train:
-            self.callback_handler.meet()
+        loop = self._calls.prepare()
+        if not self._context.is_in_train:
+            self._context.events.meet()
         return loop
 
     def _speed(self, prefix: str, began: float, rows: int) -> dict[str, float]:
         from transformers.trainer_utils import speed_metrics
 
-        steps = -(-rows // (self.args.per_device_eval_batch_size * runtime.global_device_count()))
+        steps = -(-rows // (self._context.args.per_device_eval_batch_size * runtime.global_device_count()))
         return speed_metrics(prefix, began, num_samples=rows, num_steps=steps)
 
-    def _closing_metrics(self, loop: Loop, first: int) -> dict[str, float]:
+    def closing_metrics(self, loop: Loop, first: int) -> dict[str, float]:
         """Speed and mean loss of the training that has ended, by transformers' names."""
         from transformers.trainer_utils import speed_metrics
 
         steps = loop.progress.step - first
         samples = float(steps * loop.progress.batch)
-        if self.args.max_steps < 0:
-            samples = self.num_examples(self.callback_handler.train_dataloader) * self.args.num_train_epochs
+        if self._context.args.max_steps < 0:
+            samples = (
+                self._calls.num_examples(self._context.events.train_dataloader) * self._context.args.num_train_epochs
+            )
             samples *= steps / loop.total
-        self.store_flos()
-        metrics: dict[str, float] = speed_metrics("train", self.began, num_samples=samples, num_steps=steps)
+        self._calls.store_flos()
+        metrics: dict[str, float] = speed_metrics("train", self._context.began, num_samples=samples, num_steps=steps)
         return (
             metrics
-            | {"total_flos": self.callback_handler.state.total_flos, "train_loss": loop.progress.mean_loss}
+            | {"total_flos": self._context.events.state.total_flos, "train_loss": loop.progress.mean_loss}
             | loop.last_measured
         )
-
-    # --- reporting --------------------------------------------------------------------------------------------------
-
-    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Print metrics as a table, on the first rank."""
-        from transformers import trainer_pt_utils
-
-        trainer_pt_utils.log_metrics(self, split, metrics)
-
-    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        """Write metrics to `<split>_results.json` and `all_results.json` in `output_dir`, on the first rank."""
-        from transformers import trainer_pt_utils
-
-        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        trainer_pt_utils.save_metrics(self, split, metrics, combined)
-
-    def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Metrics as text for people."""
-        from transformers import trainer_pt_utils
-
-        return trainer_pt_utils.metrics_format(metrics)
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 
@@ -207,22 +199,24 @@ class Evaluation(TrainingStep):
         """One pass over a data loader, as transformers' `EvalLoopOutput`. All ranks must call it."""
         from transformers.trainer_utils import EvalLoopOutput
 
-        loop = self.loop
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self.callback_handler.eval_dataloader = dataloader
+        loop = self._context.loop
+        loss_only = self._context.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self._context.events.eval_dataloader = dataloader
         loop.model.eval()
-        loop.take_measured()
+        self._context.micro.take_measured()
         found = _Pass()
         for batch, rows in _batches(dataloader):
             stands_in = rows == 0
-            with loop.rows(batch):
-                loss, logits, labels = self.prediction_step(loop.model, batch, loss_only, ignore_keys=ignore_keys)
+            with loop.steps.rows(batch):
+                loss, logits, labels = self._calls.prediction_step(
+                    loop.model, batch, loss_only, ignore_keys=ignore_keys
+                )
             found.add(batch, stands_in, loss)
             if not loss_only:
                 self._gather(found, _first(logits, rows), _first(labels, rows), stands_in)
             runtime.sync()
-            self.callback_handler("on_prediction_step")
-        if self.is_in_train:
+            self._context.events("on_prediction_step")
+        if self._context.is_in_train:
             loop.model.train()
         metrics = self._metrics_of(found, metric_key_prefix)
         samples = len(dataloader.dataset) if hasattr(getattr(dataloader, "dataset", None), "__len__") else found.rows
@@ -232,15 +226,15 @@ class Evaluation(TrainingStep):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Loss, logits and labels of a micro-batch; only the loss is computed where that is enough."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._calls._prepare_inputs(inputs)
         labels = inputs.get("labels")
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad(), self._calls.compute_loss_context_manager():
             if prediction_loss_only:
-                return self.compute_loss(model, inputs).detach(), None, None
+                return self._calls.compute_loss(model, inputs).detach(), None, None
             if labels is None:
                 loss, outputs = None, model(**inputs, use_cache=False)
             else:
-                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+                loss, outputs = self._calls.compute_loss(model, inputs, return_outputs=True)
         ignored = ignore_keys if ignore_keys is not None else _ignored(model)
         kept = tuple(value for key, value in outputs.items() if key not in (*ignored, "loss") and value is not None)
         return None if loss is None else loss.detach().mean(), kept[0] if len(kept) == 1 else kept, labels
@@ -249,8 +243,8 @@ class Evaluation(TrainingStep):
         """Add the predictions and labels of all ranks, in the order of the rows."""
         from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
-        if logits is not None and self.preprocess_logits_for_metrics is not None:
-            logits = self.preprocess_logits_for_metrics(logits, labels)
+        if logits is not None and self._context.preprocess_logits_for_metrics is not None:
+            logits = self._context.preprocess_logits_for_metrics(logits, labels)
         mine = None if stands_in else (nested_numpify(_float(logits)), nested_numpify(labels))
         for part in exchange(mine, "predictions"):
             if part is not None:
@@ -263,22 +257,22 @@ class Evaluation(TrainingStep):
         """The metrics of a pass, over all ranks, each with the prefix."""
         from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
-        sums = torch.cat([found.sums.to(runtime.device()), self.loop.take_measured()])
+        sums = torch.cat([found.sums.to(runtime.device()), self._context.micro.take_measured()])
         if runtime.world_size() > 1:
             collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
         loss, weight, rows, correct, entropy, router_loss, tokens = sums.tolist()
         found.rows = int(rows)
         watch.check()
         metrics: dict[str, Any] = {}
-        if self.compute_metrics is not None and found.predictions is not None and found.label_ids is not None:
+        if self._context.compute_metrics is not None and found.predictions is not None and found.label_ids is not None:
             given = EvalPrediction(predictions=found.predictions, label_ids=found.label_ids)
-            metrics = denumpify_detensorize(self.compute_metrics(given))
+            metrics = denumpify_detensorize(self._context.compute_metrics(given))
         if weight:
             metrics["loss"] = loss / weight
         if tokens:
             metrics["mean_token_accuracy"] = correct / tokens
-            metrics |= {"entropy": entropy / tokens} if self.loop.head.entropy else {}
-            metrics |= {"aux_loss": router_loss / tokens} if self.loop.has_router_loss else {}
+            metrics |= {"entropy": entropy / tokens} if self._context.loop.head.entropy else {}
+            metrics |= {"aux_loss": router_loss / tokens} if self._context.loop.has_router_loss else {}
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
 
 

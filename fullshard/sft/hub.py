@@ -1,5 +1,4 @@
-"""Saving under transformers' names, and uploads to the hub: in the background after saves, and at the end, as
-`hub_strategy` asks.
+"""Uploads to the hub: in the background after saves, and at the end, as `hub_strategy` asks.
 
 A failed upload is reported once, with the command that uploads later, and training continues. The first rank uploads;
 all ranks take part in writing what is uploaded.
@@ -9,23 +8,15 @@ from __future__ import annotations
 
 import shlex
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.checkpoint.manifest import MANIFEST, published_steps, step_name
-from fullshard.config.errors import ConfigError, first_line
-from fullshard.config.paths import Inputs, refuse_inputs
+from fullshard.config.errors import first_line
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import agree, any_of
-from fullshard.models.causal_lm import causal
-from fullshard.sft import results
-from fullshard.sft.assemble import Parts
-from fullshard.sft.callbacks import Callbacks
-from fullshard.sft.loop import Loop
-from fullshard.sft.model import local_folder
-from fullshard.sft.results import ResultWriter, Summary
+from fullshard.distributed.ranks import any_of
+from fullshard.sft.results import ResultWriter
 from fullshard.sft.run_dir import CHECKPOINTS, place_of
 from fullshard.sft.sft_config import SFTConfig
 
@@ -192,120 +183,4 @@ class Hub:
             "not uploaded to %s: %s. The run continues, and its result stays in %s; upload it later with: "
             "hf upload %s %s . %s",
             self._name, reason.rstrip("."), place, shlex.quote(self._name), shlex.quote(str(place)), leave,
-        )  # fmt: skip
-
-
-# --- saving ---------------------------------------------------------------------------------------------------------
-
-
-class Saving:
-    """The methods of a trainer that save checkpoints and results."""
-
-    args: SFTConfig
-    parts: Parts
-    loop: Loop
-    state: Any
-    callback_handler: Callbacks
-    prepare: Callable[[], Loop]
-    _inputs: Inputs
-    _prepared: tuple[Loop, ResultWriter, Hub | None] | None
-    _say: Callable[[str], None]
-    _tag_names: Sequence[str] = ("fullshard", "sft", "trl")
-    """Tags of the model card."""
-    _push_message = "the end of training"
-
-    def _load_best_model(self) -> None:
-        """Restore the weights of the best evaluation, if `load_best_model_at_end` is on."""
-        loop = self.loop
-        progress = loop.progress
-        if not self.args.load_best_model_at_end or progress.best_step is None:
-            return
-        assert loop.checkpoints is not None
-        if progress.best_step != progress.step:
-            loop.checkpoints.restore(progress.best_step, {"model": loop.model}, rng=False)
-        self._say(
-            f"best {self.args.best_metric} {progress.best_value:.4f} at step {progress.best_step}: its weights are kept"
-        )
-
-    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        """Save a checkpoint of the current step."""
-        loop = self.loop
-        if self._hub is not None and self.args.hub_strategy != "end":
-            self.callback_handler("on_push_begin")
-        loop.save_checkpoint()
-        best = loop.progress.best_step
-        if best is not None:
-            folder = place_of(self.args) / CHECKPOINTS / step_name(best)
-            if best == loop.progress.step or folder.is_dir():
-                self.state.best_model_checkpoint = str(folder)
-
-    def _open_checkpoints(self) -> CheckpointManager:
-        """The run's checkpoints. The best one, and those that are still to be uploaded, are not removed."""
-        loop, hub = self.prepare(), self._hub
-
-        def protect(step: int) -> bool:
-            return step == loop.progress.best_step or (hub is not None and hub.holds(step))
-
-        place = place_of(self.args) / CHECKPOINTS
-        return CheckpointManager(place, max(1, int(self.args.save_steps)), self.args.save_total_limit, protect=protect)
-
-    @property
-    def _hub(self) -> Hub | None:
-        return self._prepared[2] if self._prepared is not None else None
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model (or adapter) with tokenizer, model card and report, as transformers and PEFT read them.
-
-        Whole values are written whatever the state-dict type is. All ranks must call it.
-        """
-        place = Path(output_dir or self.args.output_dir).expanduser()
-        agree(lambda: refuse_inputs(place, "save_model", self._inputs), "save_model")
-        self.prepare()
-        self._save(str(place))
-        self.create_model_card(folder=place)
-        if self._hub is not None:
-            self._push(self._hub, place)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the model (or adapter) and the tokenizer. All ranks must call it."""
-        if state_dict is not None:
-            raise ConfigError("_save: whole values are gathered and written by the trainer; leave state_dict out.")
-        self.prepare()
-        assert self._prepared is not None
-        self._prepared[1].export(Path(output_dir or self.args.output_dir).expanduser())
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None,
-        tags: str | Sequence[str] | None = None, *, folder: Path | None = None,
-    ) -> None:  # fmt: skip
-        """Write the model card and the report into `folder`, or into `output_dir`; `tags` are further ones."""
-        more = [tags] if isinstance(tags, str) else list(tags or ())
-        if runtime.is_main():
-            place = folder or place_of(self.args)
-            results.describe(self.summary(), place, model_name, dataset_name, [*self._tag_names, *more])
-
-    def push_to_hub(self, commit_message: str = "the end of training", blocking: bool = True) -> None:
-        """Save the model to `output_dir`, upload it to the hub and wait for that. All ranks must call it."""
-        self.prepare()
-        assert self._prepared is not None
-        loop, writer, hub = self._prepared
-        if hub is None:
-            self._prepared = (loop, writer, Hub(self.args, writer, loop.reporter.say))
-        self._push_message = commit_message
-        self.save_model()
-
-    def _push(self, hub: Hub, place: Path) -> None:
-        self.callback_handler("on_push_begin")
-        if runtime.is_main():
-            hub.push(place, self._push_message)
-        if self.args.save_total_limit is not None:
-            with self._open_checkpoints() as checkpoints:
-                checkpoints.prune()  # those that were kept until they were uploaded
-
-    def summary(self) -> Summary:
-        """The outcome of the run so far."""
-        loop = self.loop
-        return Summary(
-            self.args, loop.progress, loop.logged_steps, loop.reporter.history,
-            self.parts.base or local_folder(causal(self.parts.model)), hasattr(self.parts.model, "peft_config"),
         )  # fmt: skip

@@ -1,39 +1,95 @@
-"""What a subclass of the trainer may override: which of transformers' and TRL's methods are called here.
+"""What a subclass of the trainer may override: one table of transformers' and TRL's methods.
 
-A method that this engine does not call is refused when the class is made, with what to do instead: passed over, it
-would change a run in silence. Reading such a name on a trainer gives the same advice.
+Each row names the part of the trainer that implements a method. From the table the trainer's class gets its methods
+(`with_methods`), and parts and loop get them as plain functions (`Calls`), a script's override where there is one. A
+method that this engine does not call is refused when the class is made, with what to do instead: passed over, it would
+change a run in silence. Reading such a name on a trainer gives the same advice.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fullshard.config.errors import ConfigError
 
-CALLED = frozenset({
-    "train", "evaluate", "predict", "evaluation_loop", "prediction_step", "training_step", "compute_loss",
-    "compute_loss_context_manager", "autocast_smart_context_manager", "create_optimizer", "create_scheduler",
-    "create_optimizer_and_scheduler", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader",
-    "get_batch_samples", "get_decay_parameter_names", "floating_point_ops", "store_flos", "log", "save_model",
-    "create_model_card", "call_model_init", "loss_is_scaled_for_ga", "_prepare_inputs", "_prepare_input",
-    "_get_num_items_in_batch", "_clip_grad_norm", "_evaluate", "_save", "_save_checkpoint", "_load_best_model",
-    "_determine_best_metric", "_tag_names", "__init__",
-})  # fmt: skip
-"""Called by training, evaluation and saving, so that an override takes effect."""
 
-OFFERED = frozenset({
-    "add_callback", "pop_callback", "remove_callback", "end", "get_learning_rates", "get_num_trainable_parameters",
-    "get_optimizer_group", "is_local_process_zero", "is_world_process_zero", "log_metrics", "metrics_format",
-    "num_examples", "push_to_hub", "save_state", "save_metrics", "hyperparameter_search", "prepare",
-})  # fmt: skip
-"""Called by scripts only, so that an override is the script's own affair."""
+@dataclass(frozen=True)
+class Method:
+    """A method of transformers' or TRL's trainer."""
 
-SEEN = (
-    "compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_batch_samples", "floating_point_ops",
-    "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch", "get_train_dataloader", "get_eval_dataloader",
-    "get_test_dataloader",
-)  # fmt: skip
-"""Methods that get batches: where one is overridden, batches are as transformers' are."""
+    part: str
+    """The part of the trainer that implements it; "trainer" for the trainer itself."""
+    called: bool = True
+    """Whether training, evaluation or saving call it, so that an override takes effect. The others are called by
+    scripts only, and an override is the script's own affair."""
+    sees_batches: bool = False
+    """Whether it gets batches: where such a method is overridden, batches are as transformers' are."""
+
+
+METHODS = {
+    "__init__": Method("trainer"),
+    "train": Method("trainer"),
+    "prepare": Method("trainer", called=False),
+    "call_model_init": Method("trainer"),
+    "_tag_names": Method("trainer"),
+    "loss_is_scaled_for_ga": Method("trainer"),
+    # batches
+    "get_train_dataloader": Method("step", sees_batches=True),
+    "get_batch_samples": Method("step", sees_batches=True),
+    "_get_num_items_in_batch": Method("step", sees_batches=True),
+    "_prepare_inputs": Method("step", sees_batches=True),
+    "_prepare_input": Method("step", sees_batches=True),
+    # loss and gradients
+    "training_step": Method("step", sees_batches=True),
+    "compute_loss": Method("step", sees_batches=True),
+    "compute_loss_context_manager": Method("step"),
+    "autocast_smart_context_manager": Method("step"),
+    "_clip_grad_norm": Method("step"),
+    "floating_point_ops": Method("step", sees_batches=True),
+    "store_flos": Method("step"),
+    "log": Method("step"),
+    # optimizer and schedule
+    "create_optimizer_and_scheduler": Method("optimizers"),
+    "create_optimizer": Method("optimizers"),
+    "create_scheduler": Method("optimizers"),
+    "get_decay_parameter_names": Method("optimizers"),
+    "get_learning_rates": Method("optimizers", called=False),
+    "get_optimizer_group": Method("optimizers", called=False),
+    # evaluation
+    "get_eval_dataloader": Method("evaluation", sees_batches=True),
+    "get_test_dataloader": Method("evaluation", sees_batches=True),
+    "evaluate": Method("evaluation"),
+    "predict": Method("evaluation"),
+    "evaluation_loop": Method("evaluation", sees_batches=True),
+    "prediction_step": Method("evaluation", sees_batches=True),
+    "num_examples": Method("evaluation", called=False),
+    "_evaluate": Method("evaluation"),
+    "_determine_best_metric": Method("evaluation"),
+    # saving
+    "save_model": Method("saver"),
+    "create_model_card": Method("saver"),
+    "push_to_hub": Method("saver", called=False),
+    "_save": Method("saver"),
+    "_save_checkpoint": Method("saver"),
+    "_load_best_model": Method("saver"),
+    # for scripts
+    "add_callback": Method("script", called=False),
+    "pop_callback": Method("script", called=False),
+    "remove_callback": Method("script", called=False),
+    "end": Method("script", called=False),
+    "get_num_trainable_parameters": Method("script", called=False),
+    "hyperparameter_search": Method("script", called=False),
+    "is_local_process_zero": Method("script", called=False),
+    "is_world_process_zero": Method("script", called=False),
+    "log_metrics": Method("script", called=False),
+    "metrics_format": Method("script", called=False),
+    "save_metrics": Method("script", called=False),
+    "save_state": Method("script", called=False),
+}
+"""The methods of transformers' and TRL's trainers that this trainer has."""
 
 _LOADER = "override get_train_dataloader or get_eval_dataloader"
 _DATA = "prepare the rows yourself: give rows with input_ids and labels"
@@ -102,6 +158,61 @@ NOT_CALLED = {
 """Methods of transformers' and TRL's trainers that are not called here, and what to do instead."""
 
 
+Kind = TypeVar("Kind", bound=type)
+
+
+def with_methods(**parts: type) -> Callable[[Kind], Kind]:
+    """Give a trainer's class the methods that its parts implement; each part is an attribute, named with `_` before."""
+
+    def decorate(kind: Kind) -> Kind:
+        for name, method in METHODS.items():
+            if method.part != "trainer":
+                setattr(kind, name, _delegate(f"_{method.part}", name, getattr(parts[method.part], name)))
+        return kind
+
+    return decorate
+
+
+def _delegate(part: str, name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the trainer that calls its part's, with the same signature and docstring."""
+
+    @functools.wraps(implementation)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        return getattr(getattr(self, part), name)(*args, **options)
+
+    return method
+
+
+class Calls:
+    """The methods of a trainer as plain functions: a script's override where there is one, looked up at each call."""
+
+    def __init__(self, trainer: Any) -> None:
+        for name in METHODS.keys() - {"__init__"}:
+            setattr(self, name, functools.partial(_call, trainer, name))
+        self._is_overridden = functools.partial(overridden, trainer)
+        self._value = functools.partial(getattr, trainer)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(f"{name} is no row of METHODS")
+
+    def value(self, name: str) -> Any:
+        """A value that a class may override, as `_tag_names`."""
+        return self._value(name)
+
+    def is_overridden(self, *names: str) -> bool:
+        """Whether a script has replaced one of these methods."""
+        return any(self._is_overridden(name) for name in names)
+
+    @property
+    def batches_are_seen(self) -> bool:
+        """Whether a method that gets batches was replaced."""
+        return self.is_overridden(*(name for name, method in METHODS.items() if method.sees_batches))
+
+
+def _call(trainer: Any, name: str, *args: Any, **options: Any) -> Any:
+    return getattr(trainer, name)(*args, **options)
+
+
 def check_subclass(kind: type, base: type) -> None:
     """Refuse a class that overrides what would not be called, or what the trainer uses for itself."""
     for name in vars(kind):
@@ -111,7 +222,7 @@ def check_subclass(kind: type, base: type) -> None:
                 f"no effect; {NOT_CALLED[name]}."
             )
         own = hasattr(base, name) and name.startswith("_") and not name.startswith("__")
-        if own and name not in CALLED and not hasattr(object, name):
+        if own and not (name in METHODS and METHODS[name].called) and not hasattr(object, name):
             raise ConfigError(f"{kind.__name__}.{name}: fullshard's trainer uses this name itself; choose another.")
 
 

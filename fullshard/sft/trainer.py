@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,23 +25,31 @@ from fullshard.distributed.ranks import agree, on_rank_0
 from fullshard.distributed.terminal_text import print_text
 from fullshard.models.causal_lm import causal
 from fullshard.models.generate import stop_criteria
+from fullshard.models.router_loss import has_router_loss
+from fullshard.parallel.settings import EngineSettings
 from fullshard.report import loggers
 from fullshard.report.reporter import Reporter
 from fullshard.sft import assemble, results, run_dir, run_facts
+from fullshard.sft.assemble import Parts, TrainerFunctions
 from fullshard.sft.batches import total_steps
-from fullshard.sft.callbacks import Accelerator, AcceleratorState, Callbacks, Plugin, ScriptMethods, with_best_metric
+from fullshard.sft.callbacks import Callbacks, with_best_metric
 from fullshard.sft.checked_run import CheckedRun, check_script
 from fullshard.sft.evaluation import Evaluation
-from fullshard.sft.hub import Hub, Saving
-from fullshard.sft.loop import Loop
-from fullshard.sft.optimizer import schedule_of
-from fullshard.sft.overrides import check_subclass, missing
+from fullshard.sft.hub import Hub
+from fullshard.sft.loop import Loop, LoopFunctions
+from fullshard.sft.optimizer import class_and_options, schedule_of
+from fullshard.sft.optimizer_step import StepFunctions
+from fullshard.sft.overrides import Calls, check_subclass, missing, with_methods
 from fullshard.sft.results import ResultWriter, report_run
 from fullshard.sft.run_lock import FolderLock
 from fullshard.sft.samples import Samples, choose_prompts
+from fullshard.sft.saving import CheckpointSaver
+from fullshard.sft.script_methods import Accelerator, AcceleratorState, Plugin, ScriptMethods
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.step_record import step_watchers
+from fullshard.sft.trainer_context import Prepared, Shared, TrainerContext
 from fullshard.sft.trainer_options import quantization_settings
+from fullshard.sft.training_step import Optimizers, TrainingStep
 
 
 class EarlierRun(NamedTuple):
@@ -51,7 +60,10 @@ class EarlierRun(NamedTuple):
     """Whether this run resumes it."""
 
 
-class SFTTrainer(Evaluation, Saving, ScriptMethods):
+@with_methods(
+    step=TrainingStep, optimizers=Optimizers, evaluation=Evaluation, saver=CheckpointSaver, script=ScriptMethods
+)
+class SFTTrainer:
     """Fine-tunes a causal language model, fully sharded over the launched ranks. Every rank makes one.
 
     `model` is a name or folder (each rank then reads its own slices only), a model, or a `PeftModel`. `args` is an
@@ -59,9 +71,21 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
     of `datasets`, or files; `data/row_formats.py` lists the row formats. Everything is checked here, once; the model is
     sharded and its weights are read by `prepare()`, which `train()` and `evaluate()` call.
 
-    Methods may be overridden as with transformers' trainer; `overrides.py` lists those that are not called, which are
-    refused when the class is made.
+    Methods may be overridden as with transformers' trainer. `overrides.METHODS` names the part that implements each;
+    those that are not called are refused when the class is made.
     """
+
+    _tag_names: Sequence[str] = ("fullshard", "sft", "trl")
+    """Tags of the model card."""
+    loss_is_scaled_for_ga: bool | None = None
+    """Whether an overridden `compute_loss` has divided by all tokens of the step; None decides as transformers does."""
+    model_init: Callable[..., Any] | None = None
+
+    args, parts, callback_handler, estimate, loop = Shared(), Shared(), Shared("events"), Shared(), Shared()
+    data_collator, compute_loss_func, compute_metrics = Shared(), Shared(), Shared()
+    preprocess_logits_for_metrics, optimizer_cls_and_kwargs = Shared(), Shared()
+    optimizer, lr_scheduler = Shared(), Shared()
+    is_in_train, current_flos, current_gradient_accumulation_steps = Shared(), Shared(), Shared()
 
     def __init__(
         self,
@@ -101,17 +125,17 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             model, args, train_dataset, eval_dataset, tokenizer, peft_config, formatting_func,
             {**settings, **(dataset_kwargs or {})},
         )  # fmt: skip
-        self._formatting_func = formatting_func
         if data_collator is not None and run.config.keeps_apart:
             raise ConfigError(
                 "data_collator: packed rows are collated by the trainer, so that documents stay apart; leave packing "
                 "(padding_free, eval_packing) out, or the collator."
             )
-        self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
-        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = optimizers
-        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self._start(run, callbacks or ())
+        self._start(
+            run, callbacks or (), formatting_func=formatting_func, data_collator=data_collator,
+            compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics, optimizer=optimizers[0],
+            lr_scheduler=optimizers[1], optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )  # fmt: skip
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -127,50 +151,38 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         made._start(run)
         return made
 
-    def _start(self, run: CheckedRun, callbacks: Sequence[Any] = ()) -> None:
-        self.args = with_best_metric(run.config)
+    def _start(self, run: CheckedRun, callbacks: Sequence[Any] = (), **script: Any) -> None:
+        config, say = with_best_metric(run.config), _printer(run.config.progress)
         self._run = run
-        self._say = _printer(self.args.progress)
-        _set_log_level(self.args)
+        _set_log_level(config)
         for note in run.notes:
-            self._say(f"note: {note}")
-        self.parts = assemble.gather_parts(run, self._say)
-        if hasattr(inner := causal(self.parts.model), "add_model_tags"):
+            say(f"note: {note}")
+        parts = assemble.gather_parts(run, say)
+        if hasattr(inner := causal(parts.model), "add_model_tags"):
             inner.add_model_tags(list(self._tag_names))
-        self._inputs = self._with_downloads(run)
+        inputs = _with_downloads(run, config, parts)
+        self._samples = _choose_samples(config, parts)
+        events = Callbacks(config, [*loggers.callbacks(config.report_to), *callbacks])
+        events.model, events.processing_class = parts.model, parts.tokenizer
+        self._make_parts(TrainerContext(config, parts, events, say, inputs, **script), run.engine)
         self._folder_checked = run.folder_checked
         self._folder: EarlierRun | None = None
-        self._samples = self._choose_samples()
-        events = self.callback_handler = Callbacks(self.args, [*loggers.callbacks(self.args.report_to), *callbacks])
-        events.model, events.processing_class = self.parts.model, self.parts.tokenizer
-        self._prepared: tuple[Loop, ResultWriter, Hub | None] | None = None
         self._preparing = self._trained = False
-        self.ignored_keys: list[str] | None = None
-        self.began = 0.0
-        engine = run.engine
-        plugin = Plugin(engine.strategy, engine.offload_params, engine.saved_as)
-        self.accelerator = Accelerator(self.prepare, AcceleratorState(plugin, mixed_precision=engine.mixed_precision))
-        self.is_fsdp_enabled = True
         events.meet()
         events("on_init_end")
 
-    def _with_downloads(self, run: CheckedRun) -> dict[str, list[Path]]:
-        """The paths that the run reads, with those of downloaded models; refuses to write over the latter."""
-        found = {"model_name_or_path": self.parts.base, "adapter_name_or_path": self.parts.adapter}
-        resolved = {name: [place] for name, place in found.items() if place is not None}
-        if run.train is not None:
-            new = {name: places for name, places in resolved.items() if name not in run.inputs}
-            refuse_inputs(run_dir.place_of(self.args), "output_dir", new)
-        return {**{name: list(paths) for name, paths in run.inputs.items()}, **resolved}
-
-    def _choose_samples(self) -> tuple[Any, Any] | None:
-        """The prompts to answer at each evaluation, and what ends an answer."""
-        if not (self.args.eval_samples or self.args.sample_prompts):
-            return None
-        model, tokenizer = self.parts.model, self.parts.tokenizer
-        rows = self.parts.evaluation
-        rows = next(iter(rows.values())) if isinstance(rows, dict) else rows
-        return choose_prompts(self.args, model, rows, tokenizer), stop_criteria(model, tokenizer)
+    def _make_parts(self, context: TrainerContext, engine: EngineSettings) -> None:
+        """Make the parts that implement this trainer's methods; they call each other by way of `Calls`."""
+        calls = self._calls = Calls(self)
+        self._context = context
+        plugin = Plugin(engine.strategy, engine.offload_params, engine.saved_as)
+        state = AcceleratorState(plugin, mixed_precision=engine.mixed_precision)
+        self.accelerator, self.is_fsdp_enabled = Accelerator(state, context.micro, calls.prepare), True
+        self._step = TrainingStep(context, calls, self.accelerator.backward)
+        self._optimizers = Optimizers(context, calls)
+        self._evaluation = Evaluation(context, calls, self._step)
+        self._saver = CheckpointSaver(context, calls)
+        self._script = ScriptMethods(context, calls)
 
     @property
     def model(self) -> Any:
@@ -195,28 +207,60 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         return prepared_rows(self.parts.train)
 
     @property
-    def loop(self) -> Loop:  # type: ignore[override]
-        """The training loop that `prepare()` has made."""
-        if self._prepared is None:
-            raise ConfigError("the model is not sharded yet; call trainer.prepare(), train() or evaluate() first.")
-        return self._prepared[0]
+    def eval_dataset(self) -> Any:
+        """The rows of the evaluation data, or of each set by name, read like a `datasets.Dataset`."""
+        return self._evaluation.dataset
+
+    @property
+    def state(self) -> Any:
+        """The progress of the run, as transformers' `TrainerState`."""
+        return self.callback_handler.state
+
+    @property
+    def control(self) -> Any:
+        """What the callbacks ask for, as transformers' `TrainerControl`."""
+        return self.callback_handler.control
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model's own loss can be divided by a given number of tokens."""
+        return self._step.model_accepts_loss_kwargs
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the loss has the auxiliary loss of a mixture of experts."""
+        return has_router_loss(self.parts.model)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: SFTConfig, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """The class and the options of the optimizer that the settings name."""
+        return class_and_options(args)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A model from `model_init`, with the run's seed."""
+        assert self.model_init is not None
+        takes_trial = inspect.signature(self.model_init).parameters
+        model = self.model_init(trial) if takes_trial else self.model_init()
+        if model is None:
+            raise ConfigError("model_init returned None; expected a model.")
+        return model
 
     def prepare(self) -> Loop:
         """Shard the model, read its weights and make the optimizer; the training loop. All ranks must call it.
 
         Only the first call does the work; later ones return the same loop.
         """
-        if self._prepared is None:
+        if self._context.prepared is None:
             self._preparing = True
             try:
-                self._prepared = self._prepare()
+                self._context.prepared = self._prepare()
             finally:
                 self._preparing = False
-        return self._prepared[0]
+        return self._context.prepared.loop
 
-    def _prepare(self) -> tuple[Loop, ResultWriter, Hub | None]:
+    def _prepare(self) -> Prepared:
         config, parts = self.args, self.parts
-        steps = self.train_steps() if parts.train is not None else None
+        steps = self._step.train_steps() if parts.train is not None else None
         total = total_steps(config, steps)
         boards = loggers.opener(config.report_to, config.to_dict(), config.run_name, config.logging_dir)
         reporter = Reporter(run_dir.place_of(config), total, config.progress, boards)
@@ -227,10 +271,25 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         (events := self.callback_handler).own = [one for one in (reporter.events, samples, hub) if one is not None]
         events.state.log_history = reporter.history
         events.meet()
-        loop = assemble.build_loop(config, parts, reporter, first, steps, self)
+        loop, self.estimate = assemble.build_loop(config, parts, reporter, first, steps, self._functions())
         events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
         events.own += step_watchers(reporter.folder, loop)
-        return loop, writer, hub
+        return Prepared(loop, writer, hub)
+
+    def _functions(self) -> TrainerFunctions:
+        """What the run calls of this trainer, with a script's overrides."""
+        calls, step, evaluation = self._calls, self._step, self._evaluation
+        return TrainerFunctions(
+            self._context.micro, self.callback_handler,
+            StepFunctions(
+                step.items, calls.training_step, calls.floating_point_ops, calls._clip_grad_norm, step.add_flos
+            ),
+            LoopFunctions(
+                step.counted, evaluation.evaluate_in_training, evaluation.is_best, self._saver.save_in_training,
+                step.log_in_training,
+            ),
+            calls.store_flos, self._optimizers.make, self._optimizers.are_own, step.is_own_loss,
+        )  # fmt: skip
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -252,7 +311,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             self.args = self.callback_handler.args = dataclasses.replace(self.args, resume_from_checkpoint=text)
         if self._trained and self.model_init is not None:
             self._begin_with_new_model()
-        self.is_in_train, self.ignored_keys = True, ignore_keys_for_eval
+        self.is_in_train, self._context.ignored_keys = True, ignore_keys_for_eval
         with self.own_folder() as earlier:
             loop = self.prepare()
             if self._trained:
@@ -271,16 +330,16 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
     def _train(self, loop: Loop, earlier: EarlierRun) -> Any:
         from transformers.trainer_utils import TrainOutput
 
-        assert self._prepared is not None
-        self._prepared[1].keep_first()
-        with self._open_checkpoints() as checkpoints:
+        assert self._context.prepared is not None
+        self._context.prepared.writer.keep_first()
+        with self._saver.open_checkpoints() as checkpoints:
             if earlier.resumes or run_dir.named_checkpoint(self.args) is not None:
                 self._resume(loop, checkpoints, earlier)
                 agree(self._write_settings, "settings of the run")
-            self.began, first = time.time(), loop.progress.step
+            self._context.began, first = time.time(), loop.progress.step
             loop.run(checkpoints)
             run_facts.write_data(self.args, self.parts, loop.streamed)
-            metrics = self._closing_metrics(loop, first)
+            metrics = self._evaluation.closing_metrics(loop, first)
             self.log(metrics)
             self._load_best_model()
         self.callback_handler("on_train_end")
@@ -291,17 +350,19 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         loop.begin_again()
         if not resumes:
             on_rank_0(lambda: run_dir.remove_checkpoints(self.args), "second training")
-        if self._made_schedule:
+        if self._optimizers.made_schedule:
             self.lr_scheduler = None
             self.create_scheduler(loop.total)
-            loop.schedule = schedule_of(self.lr_scheduler)
+            loop.state.schedule = schedule_of(self.lr_scheduler)
         self.callback_handler.lr_scheduler = self.lr_scheduler
 
     def _begin_with_new_model(self) -> None:
         """Start a second training with a model that `model_init` makes."""
         self.optimizer = self.lr_scheduler = None
-        self.parts = assemble.gather_parts(dataclasses.replace(self._run, model=self.call_model_init()), self._say)
-        self.callback_handler.model, self._prepared, self._trained = self.parts.model, None, False
+        self.parts = assemble.gather_parts(
+            dataclasses.replace(self._run, model=self.call_model_init()), self._context.say
+        )
+        self.callback_handler.model, self._context.prepared, self._trained = self.parts.model, None, False
         self._folder_checked = True
 
     @contextlib.contextmanager
@@ -314,7 +375,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
 
         def lock() -> EarlierRun:
             if not self._folder_checked and not self._trained:
-                run_dir.check_contents(self.args, self._inputs)
+                run_dir.check_contents(self.args, self._context.inputs)
             locks.append(run_dir.open_folder(self.args))
             return EarlierRun(run_dir.read_settings(run_dir.place_of(self.args)), run_dir.resumes(self.args))
 
@@ -327,10 +388,14 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             for held in locks:
                 held.release()
 
+    def summary(self) -> results.Summary:
+        """The outcome of the run so far."""
+        return self._saver.summary()
+
     def _replace_earlier(self) -> None:
         if runtime.is_main():
             if note := run_dir.remove_earlier(self.args):
-                self._say(note)
+                self._context.say(note)
             self._write_settings()
 
     def _resume(self, loop: Loop, checkpoints: CheckpointManager, earlier: EarlierRun) -> None:
@@ -338,11 +403,11 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         if named is not None and not (run_dir.restarted() and checkpoints.latest() is not None):
             self.accelerator.load_state(str(named))
         elif checkpoints.latest() is None:
-            self._say("restarted before the first checkpoint: starting from the beginning")
+            self._context.say("restarted before the first checkpoint: starting from the beginning")
             return
         else:
             loop.restore(checkpoints)
-        self._say(f"resumed at step {loop.progress.step} of {loop.total}")
+        self._context.say(f"resumed at step {loop.progress.step} of {loop.total}")
         self._forget_lost_best(loop, checkpoints)
         if not runtime.is_main() or earlier.settings is None or not earlier.resumes:
             return
@@ -364,7 +429,8 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
 
     def _write_settings(self) -> None:
         if runtime.is_main():
-            run_facts.write_facts(self.args, self.parts, self._run.notes, self.loop.total, self.planned())
+            planned = self.estimate.to_json() if self.estimate is not None else None
+            run_facts.write_facts(self.args, self.parts, self._run.notes, self.loop.total, planned)
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
             save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
 
@@ -381,6 +447,24 @@ def train_run(run: CheckedRun) -> None:
         trainer.save_model()
     if trainer.loop.reporter.mode not in ("quiet", "json"):
         results.show(trainer.summary())
+
+
+def _with_downloads(run: CheckedRun, config: SFTConfig, parts: Parts) -> dict[str, list[Path]]:
+    """The paths that the run reads, with those of downloaded models; refuses to write over the latter."""
+    downloads = {"model_name_or_path": parts.base, "adapter_name_or_path": parts.adapter}
+    resolved = {name: [place] for name, place in downloads.items() if place is not None}
+    if run.train is not None:
+        new = {name: places for name, places in resolved.items() if name not in run.inputs}
+        refuse_inputs(run_dir.place_of(config), "output_dir", new)
+    return {**{name: list(paths) for name, paths in run.inputs.items()}, **resolved}
+
+
+def _choose_samples(config: SFTConfig, parts: Parts) -> tuple[Any, Any] | None:
+    """The prompts to answer at each evaluation, and what ends an answer."""
+    if not (config.eval_samples or config.sample_prompts):
+        return None
+    rows = next(iter(parts.evaluation.values())) if isinstance(parts.evaluation, dict) else parts.evaluation
+    return choose_prompts(config, parts.model, rows, parts.tokenizer), stop_criteria(parts.model, parts.tokenizer)
 
 
 def _printer(progress: str) -> Callable[[str], None]:

@@ -423,7 +423,7 @@ def test_the_largest_batch_of_the_data(tmp_path: Path) -> None:
             model=make_model(), args=settings(tmp_path, per_device_train_batch_size=3, **changes),
             train_dataset=text_rows(40), tokenizer=make_tokenizer(),
         )  # fmt: skip
-        steps = trainer.train_steps()
+        steps = trainer._step.train_steps()
         found = largest_in_data(trainer.args, steps)
         shapes = [b["input_ids"].shape for step in steps.steps(0, 2 * steps.steps_per_epoch) for b in step.batches]
         assert found is not None and max(rows * length for rows, length in shapes) <= found.tokens

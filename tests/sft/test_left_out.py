@@ -58,7 +58,7 @@ def test_steps_that_the_scaler_leaves_out_are_no_updates(tmp_path: Path) -> None
     made = make_model()
     trainer = SFTTrainer(model=made, args=config, train_dataset=text_rows(60), tokenizer=make_tokenizer())
     loop = trainer.prepare()
-    loop.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    loop.state.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     # On one rank alone: all leave the step out.
     factor = lambda: math.inf if loop.progress.step in OVERFLOWS and runtime.rank() == 1 else 1.0  # noqa: E731
     usual = trainer.compute_loss
@@ -74,7 +74,7 @@ def test_steps_that_the_scaler_leaves_out_are_no_updates(tmp_path: Path) -> None
     records = [r for r in trainer.state.log_history if "loss" in r]
     for name, tolerance in (("loss", 1e-4), ("learning_rate", 1e-12)):
         assert [r[name] for r in records] == pytest.approx(expected[name], abs=tolerance), name
-    assert loop.scaler.get_scale() == expected["scale"][-1] == SCALE / 2 ** len(OVERFLOWS)
+    assert loop.state.scaler.get_scale() == expected["scale"][-1] == SCALE / 2 ** len(OVERFLOWS)
     assert [r["skipped_steps"] for r in records] == [1, 2, 2, 2, 3, 3, 3, 3, 3]
     assert loop.progress.step == 9 and loop.progress.skipped == 3
     assert [r["grad_norm"] is None for r in records] == [step in OVERFLOWS for step in range(9)]

@@ -18,8 +18,8 @@ from fullshard.distributed import runtime
 from fullshard.sft import assemble
 from fullshard.sft.cli_args import CommandConfig
 from fullshard.sft.hub import Hub
-from fullshard.sft.loop import Loop
 from fullshard.sft.needs import turn_on_lora, without_effect
+from fullshard.sft.optimizer_step import OptimizerSteps
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer
@@ -204,7 +204,7 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
         patch.setattr(Hub, "_start", lambda self, work: events.append("sent"))
         _note(patch, events, CheckpointManager, "save_async", lambda kwargs: "save_async")
         _note(patch, events, assemble, "shard_model", lambda kwargs: ("wrap", kwargs["timeout"]))
-        _note(patch, events, Loop, "_micro_batch", lambda kwargs: "micro-batch")
+        _note(patch, events, OptimizerSteps, "_micro_batch", lambda kwargs: "micro-batch")
         for number, (name, (also, value)) in enumerate(CHANGES.items()):
             key = json.dumps(also, sort_keys=True)
             level = runtime.get_logger().level

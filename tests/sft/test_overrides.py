@@ -13,7 +13,7 @@ from transformers import Trainer, get_scheduler
 from fullshard.config.errors import ConfigError
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange
-from fullshard.sft.overrides import CALLED, NOT_CALLED, OFFERED
+from fullshard.sft.overrides import METHODS, NOT_CALLED
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
@@ -24,7 +24,7 @@ from tests.sft.tiny import make_model
 
 
 def check_names(names: list[str]) -> None:
-    known = CALLED | OFFERED | NOT_CALLED.keys()
+    known = METHODS.keys() | NOT_CALLED.keys()
     assert not [name for name in names if name not in known], "neither called, nor offered, nor refused"
     for name in names:
         if name in NOT_CALLED and not hasattr(SFTTrainer, name):
@@ -81,7 +81,7 @@ def test_overridden_methods_are_called_and_inherit_the_engine_s_work(tmp_path: P
 
         return method
 
-    names = CALLED - {
+    names = {name for name, method in METHODS.items() if method.called} - {
         "__init__",
         "_tag_names",
         "loss_is_scaled_for_ga",

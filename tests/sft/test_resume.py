@@ -36,13 +36,13 @@ class StopAt:
 
     def of(self, trainer: Any) -> None:
         """Use the checkpoint manager that this trainer will open."""
-        opens = trainer._open_checkpoints
+        opens = trainer._saver.open_checkpoints
 
         def keep() -> Any:
             self.checkpoints = opens()
             return self.checkpoints
 
-        trainer._open_checkpoints = keep
+        trainer._saver.open_checkpoints = keep
 
     def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
         if state.global_step == self.step:

@@ -1,0 +1,198 @@
+"""One optimizer step: forward and backward over a rank's part of the global batch, then an update.
+
+The loss of a step is the mean of the model's own loss over all trained tokens of its global batch. Every rank has the
+number of these tokens before the step. The engine averages gradients over the ranks, so each micro-batch's loss ×
+tokens is scaled by ranks / tokens of the step. What a model adds (a router's auxiliary loss) is weighted the same way.
+
+The host issues a step while the device computes the one before, and reads the values of each step one step later
+(`launched_step.py`), or earlier where they are needed: to log, evaluate or save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.config.errors import TrainingError
+from fullshard.data.loader import Batch, Step
+from fullshard.distributed import engines, runtime
+from fullshard.distributed.watchdog import collectives, watch
+from fullshard.models.attention_masks import known_rows
+from fullshard.models.packed_inputs import Packed
+from fullshard.sft.callbacks import Callbacks
+from fullshard.sft.launched_step import LaunchedStep
+from fullshard.sft.micro_batch import MicroBatch
+from fullshard.sft.run_progress import StepResult
+from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.training_state import TrainingState
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """What a step calls that a script may replace; see `overrides.py`."""
+
+    items: Callable[[Step], Any]
+    """The number of trained tokens of a step, as `training_step` gets it."""
+    training_step: Callable[..., Any]
+    """Forward and backward over a micro-batch; its loss."""
+    floating_point_ops: Callable[[Batch], float]
+    clip_grad_norm: Callable[[Any], Any]
+    add_flos: Callable[[float], None]
+    """Count the operations of a step."""
+
+
+class OptimizerSteps:
+    """Takes optimizer steps and reads their values. Every rank takes the same ones."""
+
+    def __init__(
+        self, config: SFTConfig, state: TrainingState, micro: MicroBatch, packed: Packed | None,
+        functions: StepFunctions, notify: Callbacks, close_report: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.config, self.state, self.micro, self.packed = config, state, micro, packed
+        self.functions, self.notify = functions, notify
+        self._close_report = close_report
+        self._unread: deque[LaunchedStep] = deque()  # issued and counted, but their values have not been read
+        self.last: StepResult | None = None
+        """The metrics of the step that was read last."""
+        self.rate = 0.0
+        """The learning rate of the current step."""
+
+    def take(self, step: Step) -> bool:
+        """Forward and backward over this rank's part of the global batch, then one update. Returns whether the step was
+        taken: not if a callback ends the epoch or the run between micro-batches."""
+        progress, scaler, optimizer = self.state.progress, self.state.scaler, self.state.optimizer
+        watch.begin_step(progress.step + 1)
+        self.rate = self.state.schedule.set(progress.step - progress.skipped)  # a skipped step is no update
+        self._seed(progress.step)
+        batches, items = step.batches, self.functions.items(step)
+        self.micro.take_measured()
+        if scaler.is_enabled():
+            scaler.scale(torch.zeros(1, device=runtime.device()))  # it has a scale before the first step too
+            self.micro.scale = scaler.get_scale()
+        self.notify("on_step_begin")
+        losses, flos = [], 0.0
+        for index, batch in enumerate(batches):
+            loss = self._micro_batch(batch, items, not step.mine[index], index + 1 < len(batches))
+            losses.append(loss)
+            runtime.sync()  # on XLA each micro-batch is a program, the update another
+            flos += 0.0 if self.micro.stands_in else float(self.functions.floating_point_ops(batch))
+            if index + 1 < len(batches):
+                control = self.notify("on_substep_end")
+                if control.should_epoch_stop or control.should_training_stop:
+                    optimizer.zero_grad(set_to_none=True)
+                    return False
+        sums = self._sums(losses, flos)
+        scaler.unscale_(optimizer)
+        norm = self.functions.clip_grad_norm(self.state.model)
+        launched = LaunchedStep(step, progress.place(), losses, sums, norm)
+        updated = self._update(launched)
+        optimizer.zero_grad(set_to_none=True)
+        runtime.sync()
+        if updated:
+            self.state.schedule.advance(progress.step + 1 - progress.skipped)
+        self._count(launched, updated)
+        return True
+
+    def rows(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Inside, packed documents are isolated in passes over this batch, recomputed ones included."""
+        return self.packed.rows(batch) if self.packed is not None else known_rows(batch.get("position_ids"))
+
+    def read_values(self, but: float = 0) -> None:
+        """Read and add up the values of the steps issued so far, but the last ones. Stops the run at a step that has
+        changed nothing because its loss or gradient is not finite."""
+        while len(self._unread) > but:
+            launched = self._unread[0]
+            result = launched.result()
+            if self.guard is not None and not math.isfinite(result.loss + result.grad_norm):
+                self._handle_nonfinite(launched)
+            self._unread.popleft()
+            self.functions.add_flos(result.flos)
+            self.state.progress.add_loss(result.loss)
+            tokens = launched.step.pick.tokens
+            self.state.window.add(result.loss, result.accuracy, result.entropy, tokens, result.router_loss)
+            self.last = result
+
+    @functools.cached_property
+    def guard(self) -> engines.UpdateGuard | None:
+        """What skips updates on the device. None where the host reads the values first: to skip steps that then do not
+        count as updates, or because the optimizer cannot."""
+        waits = self.config.on_nonfinite_loss == "skip" or self.state.scaler.is_enabled()
+        return None if waits else engines.current().devices.update_guard(self.state.optimizer)
+
+    def _seed(self, step: int) -> None:
+        """Seed the random numbers (dropout) of a step from seed, step and rank: a resumed run draws the same."""
+        key = f"{self.config.seed}/{step}/{runtime.rank()}".encode()
+        runtime.seed_device(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
+
+    def _micro_batch(self, batch: Batch, items: Any, stands_in: bool, more: bool) -> torch.Tensor:
+        """Forward and backward over one micro-batch; its loss, detached."""
+        self.micro.stands_in, model = stands_in, self.state.model
+        accumulates = more and not self.config.sync_each_batch
+        with model.no_sync() if accumulates else contextlib.nullcontext(), self.rows(batch):
+            loss = self.functions.training_step(model, batch, num_items_in_batch=items)
+        loss = torch.as_tensor(loss, device=runtime.device()).detach().double()
+        return torch.zeros_like(loss) if stands_in else loss
+
+    def _sums(self, losses: list[torch.Tensor], flos: float) -> torch.Tensor:
+        """Over all ranks: the loss of the step, what was measured, and floating-point operations."""
+        flops = torch.full((1,), flos, dtype=torch.float64, device=runtime.device())
+        sums = torch.cat([torch.stack(losses).sum(0, keepdim=True), self.micro.take_measured(), flops])
+        if runtime.world_size() > 1:
+            collectives.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
+        return sums
+
+    def _update(self, launched: LaunchedStep) -> bool:
+        """Take the optimizer's step. Returns whether weights were changed, as far as the host decides it."""
+        if self.guard is not None:
+            self.notify("on_pre_optimizer_step")
+            self.guard.step(launched.values)
+            self.notify("on_optimizer_step")
+            return True
+        result, scaler = launched.result(), self.state.scaler
+        usable = math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or scaler.is_enabled())
+        if not usable:
+            self._handle_nonfinite(launched)
+        else:
+            self.notify("on_pre_optimizer_step")
+            scaler.step(self.state.optimizer)
+            self.notify("on_optimizer_step")
+        scaler.update()
+        # Where gradients overflow in fp16 the scaler skips the step and lowers its scale.
+        return usable and scaler.get_scale() >= self.micro.scale
+
+    def _count(self, launched: LaunchedStep, updated: bool) -> None:
+        """Count a step whose update was issued, or skipped."""
+        progress, pick = self.state.progress, launched.step.pick
+        progress.step, progress.tokens = progress.step + 1, progress.tokens + pick.tokens
+        progress.epoch, progress.position = pick.epoch, pick.position
+        progress.skipped += not updated
+        self._unread.append(launched)
+        self.read_values(but=math.inf if engines.current().compiles_steps else 1)
+
+    def _handle_nonfinite(self, launched: LaunchedStep) -> None:
+        """Stop the run at a step whose loss or gradient is not finite, unless `on_nonfinite_loss` is skip."""
+        number, what = launched.place["step"] + 1, launched.why_unusable()
+        if self.config.on_nonfinite_loss == "stop":
+            # Back to its place: the steps issued since have changed nothing either.
+            progress = self.state.progress
+            self._unread.clear()
+            progress.go_back(launched.place)
+            self.notify.state.global_step, self.notify.state.epoch = progress.step, progress.epoch
+            if self.guard is not None:
+                self.guard.reset()
+            self._close_report()
+            raise TrainingError(
+                f"step {number}: {what}. The weights were not changed. Look at those rows, lower learning_rate, or "
+                f"skip such steps with on_nonfinite_loss skip."
+            )
+        if runtime.is_main():
+            runtime.get_logger().warning("step %d skipped: %s", number, what)
