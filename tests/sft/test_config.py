@@ -13,7 +13,6 @@ from transformers import TrainingArguments, get_scheduler
 import fullshard.data
 import fullshard.launch
 import fullshard.sft
-import fullshard.sft
 from fullshard.config.errors import ConfigError
 from fullshard.config.options import options_of, parse_flags
 from fullshard.launch.config import launch_options
