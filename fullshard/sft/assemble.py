@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,10 @@ from typing import Any
 import torch
 
 from fullshard.config.errors import ConfigError
-from fullshard.data.stream import Stream
-from fullshard.data.token_table import TokenTable
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import agree, agree_locally, require_equal
 from fullshard.distributed.watchdog import collectives
 from fullshard.lora.fused import report_sharded
-from fullshard.models.packed_inputs import PackingMethod
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.model import checkpointed_modules, shard_model
 from fullshard.parallel.prepare import rebind, step_facts
@@ -42,46 +39,15 @@ from fullshard.sft.given_model import take_model
 from fullshard.sft.loop import Loop, LoopFunctions
 from fullshard.sft.micro_batch import MicroBatch
 from fullshard.sft.model import find_folders, has_own_tables, prepare_vocabulary, read_tokenizer
-from fullshard.sft.model_steps import adapt_model, ready_model
+from fullshard.sft.model_steps import ReadyModel, adapt_model, ready_model
 from fullshard.sft.optimizer import check_given, schedule_of
 from fullshard.sft.optimizer_step import OptimizerSteps, StepFunctions
 from fullshard.sft.read_model import read_model
 from fullshard.sft.run_dir import settings_that_train
+from fullshard.sft.run_parts import Parts
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.training_state import TrainingState
 from fullshard.weights.fill import fill
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a run before the model is sharded."""
-
-    engine: EngineSettings
-    model: Any
-    """The model with its adapter. `build_loop` shards it in place."""
-    base: Path | None
-    """The folder with the weights; None if the model was given in memory, with its weights."""
-    adapter: Path | None
-    """The folder of the adapter to resume."""
-    tokenizer: Any
-    new_adapter: bool
-    """Whether the run has added a new adapter to the model."""
-    grown: bool
-    """Whether the model has more token rows than its files."""
-    own_tables: bool
-    """Whether embedding and head are saved with the adapter, because those of its base differ."""
-    packing: PackingMethod | None
-    """How the model receives packed rows; None without packing."""
-    train: TokenTable | Stream | None
-    evaluation: TokenTable | dict[str, TokenTable] | None
-    """Several sets by name, where the script gave a dict."""
-    adapter_config: Any = None
-    """PEFT's configuration of the adapter, with the tokens that train beside it."""
-
-    @property
-    def from_weights(self) -> bool:
-        """Whether the new adapter is initialized from the base weights (PiSSA, OLoRA)."""
-        return self.new_adapter and adapter.is_from_weights(self.model)
 
 
 @dataclass(frozen=True)
@@ -158,57 +124,71 @@ def build_loop(
     `first` is the folder of initial adapter values to read instead of computing them again; `steps` are the training
     data. Returns the loop, and what the run was planned to need.
     """
-    model = parts.model
+    model, say = parts.model, reporter.say
     steps_to_run = reporter.total if steps is not None else 0
-    ready = ready_model(config, parts.engine, model, parts.packing, steps_to_run, runtime.device(), reporter.say)
-    engine, dtypes = ready.engine, ready.precision
-    layers = checkpointed_modules(model, engine) if config.gradient_checkpointing else []
+    ready = ready_model(config, parts.engine, model, parts.packing, steps_to_run, runtime.device(), say)
+    layers = checkpointed_modules(model, ready.engine) if config.gradient_checkpointing else []
+    sharded = _shard(config, model, ready, say)
+    activations, estimate = _plan(config, parts, sharded, ready.engine, layers, reporter, steps, functions)
+    if parts.base is not None:
+        fill(
+            sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),
+            resize_vocab=parts.grown, adapter=parts.adapter, first=first,
+        )  # fmt: skip
+    set_projection_dtype(sharded, ready.precision.param_dtype)
+    of_trainer = functions.make_optimizer(reporter.total)
+    optimizer, schedule = check_given(rebind(of_trainer[0])), schedule_of(of_trainer[1])
+    require_equal(step_facts(*of_trainer), "optimizer and schedule")
+    activations.watch(optimizer)
+    scaler = torch.amp.GradScaler(runtime.device().type, enabled=ready.engine.mixed_precision == "fp16")
+    batch, events = steps.batch if steps is not None else 0, functions.events
+    state = TrainingState(
+        config, sharded, optimizer, schedule, scaler, activations, events, functions.store_flos, batch
+    )
+    step = OptimizerSteps(config, state, functions.micro, ready.packed, functions.step, events, reporter.close)
+    evaluates_first = config.eval_on_start and parts.evaluation is not None
+    loop = Loop(
+        config, state, step, ready.head, steps, reporter, functions.loop, events, evaluates_first=evaluates_first
+    )
+    return loop, estimate
+
+
+def _shard(config: SFTConfig, model: Any, ready: ReadyModel, say: Say) -> Any:
+    """The model, sharded over the ranks and without weights."""
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
-    compiled = engines.current().compiles_steps  # then the compiler issues collectives, and nothing is planned
+    compiled = engines.current().compiles_steps  # then the compiler issues collectives
     waits: dict[str, Any] = {} if compiled else {"timeout": config.ddp_timeout}
-    sharded = shard_model(model, engine, say=reporter.say, mixed_precision=dtypes, **waits)
-    if note := report_sharded(sharded, dtypes.param_dtype).note():
-        reporter.say(note)
+    sharded = shard_model(model, ready.engine, say=say, mixed_precision=ready.precision, **waits)
+    if note := report_sharded(sharded, ready.precision.param_dtype).note():
+        say(note)
     if not compiled:
         mesh = sharded._fullshard_mesh
         along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
         collectives.set_timeout(along_axes, config.ddp_timeout)
-    reentrant = config.use_reentrant and not has_router_loss(model)
+    return sharded
+
+
+def _plan(
+    config: SFTConfig, parts: Parts, sharded: Any, engine: EngineSettings, layers: Sequence[Any], reporter: Reporter,
+    steps: Steps | None, functions: TrainerFunctions,
+) -> tuple[ActivationBudget, Estimate | None]:  # fmt: skip
+    """What layers keep for backward, and what the run will need. Raises if it cannot fit."""
+    say, compiled = reporter.say, engines.current().compiles_steps  # then no step is traced
+    reentrant = config.use_reentrant and not has_router_loss(parts.model)
     if reentrant != config.use_reentrant:
-        reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
+        say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
     if compiled and isinstance(steps, StepLoader):
-        reporter.say(describe_shapes(config, steps.dataset))
+        say(describe_shapes(config, steps.dataset))
     largest = largest_in_data(config, steps)
     activations = ActivationBudget(
-        layers, config.activation_budget if steps is not None else None, largest, sharded,
-        reporter.say, offload=config.activation_offloading, reentrant=reentrant,
+        layers, config.activation_budget if steps is not None else None, largest, sharded, say,
+        offload=config.activation_offloading, reentrant=reentrant,
     )  # fmt: skip
     traces_step = steps is not None and not config.skip_plan and not compiled
     run = RunToPlan(
         config, engine, sharded, parts.base, largest, reporter.total, parts.grown, parts.adapter_config,
         functions.own_optimizer, functions.own_loss, activations.usable() if traces_step else None, traces_step,
     )  # fmt: skip
-    estimate = plan_first(run, reporter.say)
+    estimate = plan_first(run, say)
     activations.begin(estimate.choice if estimate is not None else None)
-    if parts.base is not None:
-        fill(
-            sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),
-            resize_vocab=parts.grown, adapter=parts.adapter, first=first,
-        )  # fmt: skip
-    set_projection_dtype(sharded, dtypes.param_dtype)
-    of_trainer = functions.make_optimizer(reporter.total)
-    optimizer, schedule = check_given(rebind(of_trainer[0])), schedule_of(of_trainer[1])
-    require_equal(step_facts(*of_trainer), "optimizer and schedule")
-    activations.watch(optimizer)
-    events, micro = functions.events, functions.micro
-    scaler = torch.amp.GradScaler(runtime.device().type, enabled=engine.mixed_precision == "fp16")
-    state = TrainingState(
-        config, sharded, optimizer, schedule, scaler, activations, events, functions.store_flos,
-        steps.batch if steps is not None else 0,
-    )  # fmt: skip
-    step = OptimizerSteps(config, state, micro, ready.packed, functions.step, events, reporter.close)
-    evaluates_first = config.eval_on_start and parts.evaluation is not None
-    loop = Loop(
-        config, state, step, ready.head, steps, reporter, functions.loop, events, evaluates_first=evaluates_first
-    )
-    return loop, estimate
+    return activations, estimate

@@ -21,10 +21,10 @@ from fullshard.quant.fp8_linear import FP8Linear
 from fullshard.quant.linear import NF4Linear
 from fullshard.report.loggers import attempt
 from fullshard.report.records import DATA_FILE
-from fullshard.sft.assemble import Parts
 from fullshard.sft.batches import EVALUATION
 from fullshard.sft.model import local_folder
 from fullshard.sft.run_dir import place_of, write_settings
+from fullshard.sft.run_parts import Parts
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.version import library_versions
 from fullshard.weights.adapter_base import lasting_name

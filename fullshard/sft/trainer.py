@@ -30,7 +30,7 @@ from fullshard.parallel.settings import EngineSettings
 from fullshard.report import loggers
 from fullshard.report.reporter import Reporter
 from fullshard.sft import assemble, results, run_dir, run_facts
-from fullshard.sft.assemble import Parts, TrainerFunctions
+from fullshard.sft.assemble import TrainerFunctions
 from fullshard.sft.batches import total_steps
 from fullshard.sft.callbacks import Callbacks, with_best_metric
 from fullshard.sft.checked_run import CheckedRun, check_script
@@ -42,6 +42,7 @@ from fullshard.sft.optimizer_step import StepFunctions
 from fullshard.sft.overrides import Calls, check_subclass, missing, with_methods
 from fullshard.sft.results import ResultWriter, report_run
 from fullshard.sft.run_lock import FolderLock
+from fullshard.sft.run_parts import Parts
 from fullshard.sft.samples import Samples, choose_prompts
 from fullshard.sft.saving import CheckpointSaver
 from fullshard.sft.script_methods import Accelerator, AcceleratorState, Plugin, ScriptMethods

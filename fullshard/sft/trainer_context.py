@@ -9,12 +9,12 @@ from typing import Any
 from fullshard.config.errors import ConfigError
 from fullshard.config.paths import Inputs
 from fullshard.planner.estimate import Estimate
-from fullshard.sft.assemble import Parts
 from fullshard.sft.callbacks import Callbacks
 from fullshard.sft.hub import Hub
 from fullshard.sft.loop import Loop
 from fullshard.sft.micro_batch import MicroBatch
 from fullshard.sft.results import ResultWriter
+from fullshard.sft.run_parts import Parts
 from fullshard.sft.sft_config import SFTConfig
 
 
