@@ -88,7 +88,7 @@ def test_every_option_has_help_and_is_used(name: str) -> None:
 @functools.cache
 def _names_read() -> set[str]:
     found: set[str] = set()
-    for room in (fullshard.sft, fullshard.sft, fullshard.data, fullshard.launch):
+    for room in (fullshard.sft, fullshard.data, fullshard.launch):
         for file in Path(room.__path__[0]).glob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Attribute):
