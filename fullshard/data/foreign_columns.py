@@ -29,7 +29,7 @@ PREFERENCES = (
 )
 
 
-def check(row: Mapping[str, Any], read: Collection[str]) -> None:
+def check_columns(row: Mapping[str, Any], read: Collection[str]) -> None:
     """Raise `BadRow` for rows made for another kind of training. `read` are the columns that are read; `row` has no
     nulls."""
     if media := [name for name in MEDIA if name in row and name not in read and not _is_empty(row[name])]:

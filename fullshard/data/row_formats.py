@@ -202,7 +202,7 @@ def _parse_row(raw: RawRow, reading: Reading) -> Document:
         read = (*row_format.columns, *row_format.optional) if row_format is not None else ()
         if reading.prepared:
             pretokenized.check_prepared(row)
-        foreign_columns.check(row, read)
+        foreign_columns.check_columns(row, read)
         if row_format is not None:
             unused = foreign_columns.unused(row, read)
             return Document(raw.where, **row_format.read(row), unused=unused, data_set=raw.data_set)

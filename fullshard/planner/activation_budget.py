@@ -44,7 +44,7 @@ from fullshard.data.token_table import TokenTable
 from fullshard.device import accelerator
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import exchange, on_rank_0
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.planner.host_memory import margin
 from fullshard.planner.planned_memory import bounds_batches, budget_limit, may_offload
 from fullshard.planner.step_trace import BatchShape
@@ -141,7 +141,7 @@ def largest_batch(config: SFTConfig, steps: Steps | None, model: Any) -> Largest
     else:
         return None
     length = collator.padded(int(lengths.sum() if collator.flatten else lengths.max()))
-    eager = causal(model).config.get_text_config()._attn_implementation == "eager"
+    eager = get_causal_lm(model).config.get_text_config()._attn_implementation == "eager"
     return LargestBatch(length if collator.flatten else rows * length, length, eager)
 
 

@@ -22,7 +22,7 @@ from fullshard.distributed.ranks import on_rank_0
 from fullshard.distributed.temporary_folders import temporary_folder
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.strategy import dtype_name
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.estimate_run import Pricing, advised
@@ -101,7 +101,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
     check_same(planned.plan, run.model.plan)
     planned = dataclasses.replace(planned, plan=run.model.plan)
     assumed = [] if run.own_loss else ["the loss is the script's: what it keeps is not counted"]
-    name = str(run.base) if run.base is not None else type(causal(run.model)).__name__
+    name = str(run.base) if run.base is not None else type(get_causal_lm(run.model)).__name__
     return price.price(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer, run.usable)
 
 
@@ -109,7 +109,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
 def described(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     """The settings and the place of a model that is like the run's, with as many token rows; for one in memory, its
     configuration is written to a temporary folder."""
-    config, inner = copy.copy(run.config), causal(run.model)
+    config, inner = copy.copy(run.config), get_causal_lm(run.model)
     if run.base is not None:
         if run.grown:
             config.model_init_kwargs = {**config.config_changes, **_vocabulary(inner.config)}

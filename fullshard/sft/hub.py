@@ -19,7 +19,7 @@ from fullshard.config.errors import ConfigError, first_line
 from fullshard.config.paths import Inputs, refuse_inputs
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import agree, any_of
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.sft import results
 from fullshard.sft.assemble import Parts
 from fullshard.sft.callbacks import Callbacks
@@ -307,5 +307,5 @@ class Saving:
         loop = self.loop
         return Summary(
             self.args, loop.progress, loop.logged_steps, loop.reporter.history,
-            self.parts.base or local_folder(causal(self.parts.model)), hasattr(self.parts.model, "peft_config"),
+            self.parts.base or local_folder(get_causal_lm(self.parts.model)), hasattr(self.parts.model, "peft_config"),
         )  # fmt: skip

@@ -34,7 +34,7 @@ from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.distributed.watchdog import collectives, watch
 from fullshard.models.attention_masks import known_rows
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.packed_inputs import Packed
 from fullshard.models.router_loss import has_router_loss
 from fullshard.planner.activation_budget import ActivationBudget
@@ -50,9 +50,9 @@ class Loop:
     """Trains a sharded model. Every rank runs the same loop."""
 
     def __init__(
-        self, config: SFTConfig, model: Any, head: LeanHead, optimizer: torch.optim.Optimizer, schedule: Schedule,
-        loader: Steps | None, reporter: Reporter, precision: str, packed: Packed | None, trainer: Any,
-        activations: ActivationBudget,
+        self, config: SFTConfig, model: Any, head: ChunkedLossHead, optimizer: torch.optim.Optimizer,
+        schedule: Schedule, loader: Steps | None, reporter: Reporter, precision: str, packed: Packed | None,
+        trainer: Any, activations: ActivationBudget,
     ) -> None:  # fmt: skip
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
         self.loader, self.reporter, self.packed, self.activations = loader, reporter, packed, activations

@@ -22,7 +22,7 @@ from fullshard.data.prepared_rows import prepared_rows
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import agree, on_rank_0
 from fullshard.distributed.terminal_text import print_text
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.generate import stop_criteria
 from fullshard.report import loggers
 from fullshard.report.reporter import Reporter
@@ -135,7 +135,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         for note in run.notes:
             self._say(f"note: {note}")
         self.parts = assemble.gather_parts(run, self._say)
-        if hasattr(inner := causal(self.parts.model), "add_model_tags"):
+        if hasattr(inner := get_causal_lm(self.parts.model), "add_model_tags"):
             inner.add_model_tags(list(self._tag_names))
         self._inputs = self._with_downloads(run)
         self._folder_checked = run.folder_checked

@@ -24,7 +24,7 @@ from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.models.attention import is_own
 from fullshard.models.attention_masks import BLOCK
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.router_loss import has_router_loss
 from fullshard.models.token_loss import known_count
@@ -77,7 +77,7 @@ class TrainingStep:
 
     def _collator(self, seen: bool) -> Any:
         model, pad = self.parts.model, self.parts.tokenizer.pad_token_id
-        block = BLOCK if is_own(causal(model).config) else None
+        block = BLOCK if is_own(get_causal_lm(model).config) else None
         return make_collator(self.args, pad, uses_flash(model), has_router_loss(model), seen, self.data_collator, block)
 
     def train_steps(self) -> Steps:
@@ -150,7 +150,7 @@ class TrainingStep:
     @property
     def model_accepts_loss_kwargs(self) -> bool:
         """Whether the model's own loss can be divided by a given number of tokens."""
-        model = causal(self.parts.model)
+        model = get_causal_lm(self.parts.model)
         accepts = getattr(model, "accepts_loss_kwargs", None)
         if accepts is not None:
             return bool(accepts)
@@ -312,7 +312,7 @@ class TrainingStep:
     def _dense_parameters(self) -> int:
         found = self.__dict__.get("_dense")
         if found is None:
-            found = self.__dict__["_dense"] = causal(self.parts.model).num_parameters(exclude_embeddings=True)
+            found = self.__dict__["_dense"] = get_causal_lm(self.parts.model).num_parameters(exclude_embeddings=True)
         return found
 
     def store_flos(self) -> None:

@@ -22,7 +22,7 @@ from fullshard.fsdp import build, comm
 from fullshard.fsdp.compile import VARIANT
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.parallel import model as parallelize
 from fullshard.planner.memory import MemoryEstimate, MemoryOptions, estimate_memory
 from fullshard.planner.optimizer_state import OptimizerMemory
@@ -368,7 +368,7 @@ class Levels(TrainerCallback):
         self.seen = seen
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
-        self.seen.append([vars(layer)[VARIANT] for layer in causal(model).model.layers])
+        self.seen.append([vars(layer)[VARIANT] for layer in get_causal_lm(model).model.layers])
 
 
 @ranks(1, 2, slow=(2,))
