@@ -185,7 +185,7 @@ def rank_program(
     import fullshard.spmd as xs
     from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
     from fullshard.lora import summary
-    from fullshard.models.chunked_loss import LeanHead
+    from fullshard.models.chunked_loss import ChunkedLossHead
 
     host = HostMemory()
     xr.use_spmd()
@@ -197,7 +197,7 @@ def rank_program(
     host.start()
     mesh = xs.Mesh(np.arange(xr.world_size()), (xr.world_size(),), ("fsdp",))
     model = build(shape)
-    head = LeanHead(model)
+    head = ChunkedLossHead(model)
     model = FSDPv2(
         model, mesh, auto_wrap_policy=transformer_auto_wrap_policy, mixed_precision="bf16", cpu_offload=True,
         gathers_in_flight=in_flight[0],

@@ -53,7 +53,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line. A `UserError` becomes one message and its exit code, without a traceback."""
-    log_filter.leave_out()
+    log_filter.install_filters()
     redaction.learn_words(sys.argv[1:])
     try:
         app()

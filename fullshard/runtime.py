@@ -108,4 +108,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return guide_names.find(__name__, "xr", name)
+    return guide_names.find_guide_name(__name__, "xr", name)

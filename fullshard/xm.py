@@ -264,4 +264,4 @@ def _on_host(data: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    return guide_names.find(__name__, "xm", name)
+    return guide_names.find_guide_name(__name__, "xm", name)

@@ -4,5 +4,5 @@ rewritten as in pytest's own process."""
 from fullshard.distributed import log_filter
 from tests.pool_worker import rewrite_assertions
 
-log_filter.leave_out()  # before what the test modules import, as in our own commands
+log_filter.install_filters()  # before what the test modules import, as in our own commands
 rewrite_assertions()

@@ -10,7 +10,7 @@ import fullshard
 from fullshard.checkpoint.objects import _difference
 from fullshard.config.errors import CheckpointError, ConfigError, DataError, TrainingError
 from fullshard.distributed import rendezvous, runtime
-from fullshard.distributed.ranks import agree, agree_locally, any_of, on_rank_0, once_per_node, require_equal
+from fullshard.distributed.ranks import agree, any_of, on_rank_0, once_per_node, require_equal, run_on_all_ranks
 from fullshard.parallel.settings import EngineSettings
 from tests.pool import ranks
 
@@ -24,13 +24,13 @@ def fail_on(rank, error):
 @ranks(2)
 def test_all_ranks_raise_when_one_fails():
     assert agree(runtime.rank, "test") == [0, 1]
-    assert agree_locally(runtime.rank, "test") == runtime.rank()
+    assert run_on_all_ranks(runtime.rank, "test") == runtime.rank()
     with pytest.raises(DataError, match=r"^no rows$"):
         agree(lambda: fail_on(1, DataError("no rows")), "test")
     with pytest.raises(KeyError if runtime.rank() == 1 else TrainingError, match="'name'"):  # a bug keeps its traceback
         agree(lambda: fail_on(1, KeyError("name")), "test")
     with pytest.raises(CheckpointError, match=r"^rank 1: a.txt: No space left$"):
-        agree_locally(lambda: fail_on(1, OSError(28, "No space left", "a.txt")), "test", error=CheckpointError)
+        run_on_all_ranks(lambda: fail_on(1, OSError(28, "No space left", "a.txt")), "test", error=CheckpointError)
     with pytest.raises(CheckpointError, match=r"^no rows$"):  # from all ranks: once, without their numbers
         agree(lambda: fail_on(runtime.rank(), DataError("no rows")), "test", error=CheckpointError)
 

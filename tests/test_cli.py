@@ -104,7 +104,7 @@ def test_env_tells_of_an_accelerator_that_is_not_supported(monkeypatch: pytest.M
         ("cuda", "cuda: supported"),
         ("mps", "torch reports an accelerator of type 'mps'"),
     ):
-        monkeypatch.setattr("fullshard.device.accelerator.found", lambda found=found: found)
+        monkeypatch.setattr("fullshard.device.accelerator.reported_kind", lambda found=found: found)
         assert environment_report.describe_environment({})["accelerator"].startswith(said)
 
 

@@ -18,7 +18,7 @@ from fullshard.data.encode import TextSettings
 from fullshard.data.sources import row_source
 from fullshard.data.token_table import make_table
 from fullshard.launch.export import Choices, export
-from fullshard.launch.find_result import find
+from fullshard.launch.find_result import find_result
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.report.made import LORA, run
 
@@ -82,11 +82,13 @@ def test_files_that_are_replaced(tmp_path: Path, renamed: list[str]) -> None:
 def test_everything_that_a_run_and_an_export_write(tmp_path: Path, kind: str, renamed: list[str]) -> None:
     folder = run(tmp_path, kind, **(LORA if kind == "lora" else {}))
     choices = Choices(kind == "lora", None, False, "10GB", True, False)
-    export(find(str(folder), None, None), tmp_path / "exported", choices)
+    export(find_result(str(folder), None, None), tmp_path / "exported", choices)
     if kind == "full":
         merge_weights(folder / "checkpoints" / "step-4", tmp_path / "merged")
     else:
-        export(find(str(folder), None, None), tmp_path / "adapter", Choices(False, None, False, "10GB", True, False))
+        export(
+            find_result(str(folder), None, None), tmp_path / "adapter", Choices(False, None, False, "10GB", True, False)
+        )
     names = {Path(name).name for name in renamed}
     assert {"settings.json", "report.html", "step-4", "exported"} <= names
     assert {"merged"} <= names if kind == "full" else {"adapter_model.safetensors", "adapter"} <= names

@@ -22,11 +22,11 @@ SMALL = {
 }  # fmt: skip
 
 
-def warned(model: Any, leave_out: tuple[log_filter.Message, ...], **settings: Any) -> list[str]:
+def warned(model: Any, install_filters: tuple[log_filter.Message, ...], **settings: Any) -> list[str]:
     """What PEFT warns of when the adapter is put in."""
     with warnings.catch_warnings(record=True) as found, torch.device("meta"):
         warnings.simplefilter("always")
-        log_filter.leave_out(leave_out)
+        log_filter.install_filters(install_filters)
         get_peft_model(copy.deepcopy(model), LoraConfig(task_type="CAUSAL_LM", **settings))
     return [str(one.message) for one in found]
 
@@ -62,7 +62,7 @@ def test_the_loss_type_that_a_configuration_leaves_open(monkeypatch: pytest.Monk
     try:
         for left_out in (False, True):
             if left_out:
-                log_filter.leave_out()
+                log_filter.install_filters()
             type(logger).warning_once.cache_clear()  # type: ignore[attr-defined]
             model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1, n_positions=4))
             model.config.loss_type = model.loss_type = None

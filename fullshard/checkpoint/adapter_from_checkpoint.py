@@ -43,7 +43,7 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
     tensors |= {key: tensors[source] for key, source in entry["tied"].items() if source in tensors}
     for adapter, encoder in virtual_tokens.encoders(model).items():
         values = {key: tensors[f"prompt_encoder.{adapter}.{key}"].read() for key in encoder.state_dict()}
-        save_file(virtual_tokens.as_file(encoder, values), out / WEIGHTS, metadata={"format": "pt"})
+        save_file(virtual_tokens.export_tensors(encoder, values), out / WEIGHTS, metadata={"format": "pt"})
         return
     keys = _file_keys(directory, entry, config, model, tensors)
     values = {file_key: tensors[key].read() for file_key, key in keys.items()}

@@ -104,7 +104,7 @@ class CheckpointWriter(StorageWriter):
             results = [result for job in jobs for result in job.result()]
         sync(self.directory)
         publish.stage("files")
-        watch.check()  # values computed after a rank was lost are not valid
+        watch.raise_failure()  # values computed after a rank was lost are not valid
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -28,7 +28,7 @@ from fullshard.checkpoint.preemption import EXIT_PREEMPTED, SIGNALS, SignalListe
 from fullshard.checkpoint.save_restore import HostBuffer
 from fullshard.config.errors import CheckpointError
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import BorrowedGroup, agree, agree_locally, any_of, exchange, host_group
+from fullshard.distributed.ranks import BorrowedGroup, agree, any_of, exchange, host_group, run_on_all_ranks
 
 PREEMPTED, FAILED = 1, 2
 
@@ -109,7 +109,7 @@ class CheckpointManager:
         save_job, description = self._begin(step, state)
         # If memory runs out here on one rank, all ranks must raise.
         copy = functools.partial(self._buffer.copy, description.pieces)
-        pieces = agree_locally(copy, save_job.what, error=CheckpointError, watched=True)
+        pieces = run_on_all_ranks(copy, save_job.what, error=CheckpointError, watched=True)
         expired = self._expired(step)  # asked now, not when the background save ends
 
         def work() -> None:
@@ -236,7 +236,9 @@ class CheckpointManager:
         return chosen
 
     def _check(self, step: int) -> Manifest:
-        return save_restore.check(self.path / step_name(step), self.verify, f"restore of checkpoint step {step}")
+        return save_restore.check_checkpoint(
+            self.path / step_name(step), self.verify, f"restore of checkpoint step {step}"
+        )
 
     def _newest_intact(self, before: int, steps: list[int]) -> int | None:
         """The newest intact checkpoint older than `before`, as rank 0 finds it."""
@@ -347,7 +349,7 @@ def load_state(
     place = Path(directory).absolute()
     merged = _merge_state(state, named)
     what = f"restore of {place}"
-    manifest = save_restore.check(place, verify, what)
+    manifest = save_restore.check_checkpoint(place, verify, what)
     save_restore.load(place, manifest, merged, rng, what, host_group(), check_values)
     if state is not None:
         state.update({name: merged[name] for name in state})

@@ -38,7 +38,7 @@ from fullshard.checkpoint.shard_index import TensorShard, TensorToLoad, as_bytes
 from fullshard.config.errors import CheckpointError
 from fullshard.device import accelerator
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
+from fullshard.distributed.ranks import agree, by_rank, connection_lost, describe_error, run_on_all_ranks
 from fullshard.distributed.watchdog import watch
 from fullshard.version import library_versions
 from fullshard.weights.wrapped import wrapped
@@ -131,7 +131,7 @@ def begin(
         )
     # A frozen parameter that changed on one rank only is written by all ranks.
     omitted = {name: set.intersection(*(theirs[name] for _, _, theirs in requests)) for name in requests[0][2]}
-    description = agree_locally(lambda: describe(state, omitted), what, error=CheckpointError, watched=True)
+    description = run_on_all_ranks(lambda: describe(state, omitted), what, error=CheckpointError, watched=True)
     return AgreedSave(place, step, requests[0][1]), description
 
 
@@ -175,7 +175,7 @@ def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[TensorShar
         )
         publish.write_manifest(save_job.hidden, manifest)
         publish.stage("publish")
-        watch.check()
+        watch.raise_failure()
         publish.publish(save_job.hidden, save_job.place)
         publish.stage("published")
 
@@ -203,10 +203,10 @@ def _from_torch(error: CheckpointException) -> str:
 # --- restoring ------------------------------------------------------------------------------------------------------
 
 
-def check(directory: Path, verify: bool, what: str) -> Manifest:
+def check_checkpoint(directory: Path, verify: bool, what: str) -> Manifest:
     """Check a checkpoint: its manifest and, with `verify`, the checksum of every file. The ranks share the files; all
     ranks raise the same error."""
-    manifest = agree_locally(lambda: read_manifest(directory), what, error=CheckpointError, watched=True)
+    manifest = run_on_all_ranks(lambda: read_manifest(directory), what, error=CheckpointError, watched=True)
     mine = range(runtime.rank(), len(manifest.files), runtime.world_size())
 
     problems = agree(lambda: find_problems(directory, manifest, verify, mine), what, error=CheckpointError)
@@ -233,7 +233,7 @@ def load(
             raise CheckpointError(problems)
         return plan
 
-    plan = agree_locally(prepare, what, error=CheckpointError, watched=True)
+    plan = run_on_all_ranks(prepare, what, error=CheckpointError, watched=True)
     own = [name for name in manifest.per_rank if not name.startswith(f"{RNG}/")]
     if own and manifest.world_size != runtime.world_size():
         runtime.warn_once(
@@ -269,7 +269,7 @@ def load(
 
     read(plan.new, "failed; the state is unchanged")
     try:
-        agree_locally(try_objects, what, error=CheckpointError, watched=True)
+        run_on_all_ranks(try_objects, what, error=CheckpointError, watched=True)
     except CheckpointError:
         for undo in plan.undo:
             with contextlib.suppress(Exception):  # the error that led here counts
@@ -281,7 +281,7 @@ def load(
         for job in plan.finish:
             job()
 
-    agree_locally(finish, what, error=CheckpointError, watched=True)
+    run_on_all_ranks(finish, what, error=CheckpointError, watched=True)
 
 
 def _prepare(manifest: Manifest, state: MutableMapping[str, Any], rng: bool) -> RestorePlan:

@@ -120,7 +120,7 @@ def _collect_lines(path: Path, node: Any, above: tuple[str, ...], lines: dict[tu
 
 
 @dataclass
-class Given:
+class OptionValues:
     """Option values from one source."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -129,12 +129,12 @@ class Given:
     """By option name, the location of the value, for messages."""
 
 
-def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> Given:
+def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> OptionValues:
     """The option values in a file; each key that had to be interpreted adds a line to `notes`."""
     options = [one for one in options if one.in_file]
     sections = {one.section for one in options} - {""}
     by_section = {s: [one for one in options if one.section == s] for s in (*sections, "")}
-    option_values, flattened = Given(), []
+    option_values, flattened = OptionValues(), []
     for key, value in file.values.items():
         if key in sections:
             if value is None or value == []:
@@ -178,7 +178,7 @@ def _find(key: str, options: Iterable[Option], where: str, notes: list[str], who
     return None
 
 
-def _take(one: Option, value: Any, where: str, option_values: Given) -> None:
+def _take(one: Option, value: Any, where: str, option_values: OptionValues) -> None:
     if one.name in option_values.values:
         raise ConfigError(f"{where} and {option_values.where[one.name]} both set {one.key}; keep one")
     if value is None:

@@ -29,7 +29,7 @@ def looks_local(name: str) -> bool:
     return Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 
-def held(folder: Path) -> str:
+def list_contents(folder: Path) -> str:
     """The first few entries of a directory, for messages."""
     return ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
 

@@ -222,7 +222,7 @@ def read_template(path: str) -> Template:
             text = place.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{option} cannot be read: {error}.") from None
-        check(text, str(place))
+        check_template(text, str(place))
         return Template(str(place), text, tuple(dict.fromkeys(MARKER.findall(text))))
     if (place / "chat_template.jinja").is_file() and not (place / "tokenizer_config.json").is_file():
         return read_template(str(place / "chat_template.jinja"))
@@ -237,13 +237,13 @@ def read_template(path: str) -> Template:
     template = template_of(other)
     if template is None:
         raise ConfigError(f"{option} holds a tokenizer without a chat template; expected one, or a Jinja file.")
-    check(template, str(place))
+    check_template(template, str(place))
     special = [token.content for _, token in sorted(other.added_tokens_decoder.items()) if token.special]
     written = tuple(t for t in special if t in template or t == other.eos_token)
     return Template(str(place), template, written, other.eos_token)
 
 
-def check(text: str, name: str) -> None:
+def check_template(text: str, name: str) -> None:
     """Raise if a template cannot work: invalid Jinja, or variables that conversations do not have."""
     import jinja2
     from jinja2 import meta

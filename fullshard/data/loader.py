@@ -29,7 +29,7 @@ from fullshard.data.sources import DataSource
 from fullshard.data.token_table import MANIFEST, TokenTable, cache_root, make_table, open_table, table_key
 from fullshard.distributed import runtime
 from fullshard.distributed.progress import TokenizingProgress
-from fullshard.distributed.ranks import agree_locally, exchange, once_per_node
+from fullshard.distributed.ranks import exchange, once_per_node, run_on_all_ranks
 
 Batch = dict[str, torch.Tensor]
 
@@ -62,7 +62,7 @@ def load_table(
         return again
 
     folder = Path(once_per_node(begin, "tokenizing"))
-    table = agree_locally(lambda: _opened(folder, source, mend), "token table")
+    table = run_on_all_ranks(lambda: _opened(folder, source, mend), "token table")
     check_same(exchange(table.facts["check"], "token table"), source)
     return table
 
@@ -138,7 +138,7 @@ class TokenRows(Protocol):
 
 
 @dataclass(frozen=True)
-class Pick:
+class GlobalBatch:
     """The rows of one step's global batch, the same on every rank."""
 
     number: int
@@ -164,7 +164,7 @@ class BatchSampler(Protocol):
     def batch(self) -> int:
         """Rows in a global batch: of all ranks and micro-batches together."""
 
-    def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[Pick, None, None]:
+    def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[GlobalBatch, None, None]:
         """The rows of steps `start` to `end` - 1; `position` is the data position to resume from."""
 
 
@@ -203,14 +203,14 @@ class TableSampler:
         """The number of rows in a global batch."""
         return self.order.batch
 
-    def pick(self, step: int) -> Pick:
+    def pick(self, step: int) -> GlobalBatch:
         """The rows of a step's global batch."""
         rows, done = self.order.step(step), step + 1
         targets, tokens = int(self.table.row_targets[rows].sum()), int(self.table.row_sizes[rows].sum())
         length = self.order.steps_per_epoch
-        return Pick(step, rows, self.table, targets, tokens, done / length, done % length == 0)
+        return GlobalBatch(step, rows, self.table, targets, tokens, done / length, done % length == 0)
 
-    def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[Pick, None, None]:
+    def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[GlobalBatch, None, None]:
         """The global batches of a range of steps."""
         yield from map(self.pick, range(start, end))
 
@@ -308,7 +308,7 @@ def row_of(table: TokenRows, row: int) -> dict[str, list[int]]:
 class Step:
     """One step on one rank: its micro-batches of the global batch."""
 
-    pick: Pick
+    pick: GlobalBatch
     mine: list[list[int]]
     """The rows of each of this rank's micro-batches."""
     batches: list[Batch]
@@ -331,7 +331,7 @@ class Loader:
         """Whether a rank without rows in a micro-batch gets another's, for code that cannot handle an empty one."""
         self.size, self.rank, self.world, self.workers = size, rank, world, workers
 
-    def load(self, pick: Pick) -> Step:
+    def load(self, pick: GlobalBatch) -> Step:
         """This rank's micro-batches of a global batch."""
         mine = micro_batch_rows(pick.rows, self.rank, self.world, self.size)
         spare = pick.rows[:1].tolist() if self.repeats_rows else []
@@ -342,7 +342,7 @@ class Loader:
         with contextlib.closing(self.sampler.picks(start, end, position)) as picks:
             yield from self._ahead(picks) if self.workers else map(self.load, picks)
 
-    def _ahead(self, picks: Iterator[Pick]) -> Iterator[Step]:
+    def _ahead(self, picks: Iterator[GlobalBatch]) -> Iterator[Step]:
         with ThreadPoolExecutor(self.workers, thread_name_prefix="fullshard-data") as pool:
             pending: deque[Future[Step]] = deque()
             try:
@@ -356,13 +356,13 @@ class Loader:
                 for future in pending:
                     future.cancel()
 
-    def _load(self, pick: Pick | Exception) -> Step:
+    def _load(self, pick: GlobalBatch | Exception) -> Step:
         if isinstance(pick, Exception):
             raise pick
         return self.load(pick)
 
 
-def _errors_in_order(picks: Iterator[Pick]) -> Iterator[Pick | Exception]:
+def _errors_in_order(picks: Iterator[GlobalBatch]) -> Iterator[GlobalBatch | Exception]:
     """Yield an error in order, so that the steps before it are trained first, as without threads."""
     try:
         yield from picks

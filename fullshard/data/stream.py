@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.data.loader import Pick, check_same
+from fullshard.data.loader import GlobalBatch, check_same
 from fullshard.data.node_stream import PageMaker, PageReader, Pages
 from fullshard.data.row_formats import bad_kinds
 from fullshard.data.token_table import LEFT_OUT, TokenTable, cache_root, unused_columns
@@ -101,7 +101,7 @@ class StreamSampler:
     shuffle: bool = True
     drop_last: bool = False
 
-    def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[Pick, None, None]:
+    def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[GlobalBatch, None, None]:
         """The rows of steps `start` to `end` - 1, from a position on. All ranks must begin together."""
         at = {**START, **(position or {})}
         if position is None and start > 0 and runtime.is_main():
@@ -137,7 +137,7 @@ class _StreamCursor:
             return
         page.used = at["row"]
 
-    def step(self, number: int) -> Pick:
+    def step(self, number: int) -> GlobalBatch:
         sampler, at = self.sampler, self.at
         self._fill(sampler.batch)
         while not self._available():  # the rest of the epoch has no rows, because the data has changed
@@ -164,7 +164,7 @@ class _StreamCursor:
         if ends:
             self._next_epoch()
         numbers = np.arange(first, first + len(picks))
-        return Pick(
+        return GlobalBatch(
             number, numbers, StreamRows(first, picks), targets, tokens, self._epoch(), ends, self._position(), facts
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ LARGE = 2**20
 
 
 @functools.cache
-def found() -> str:
+def reported_kind() -> str:
     """The type of the accelerator that torch reports on this machine, supported or not; "" if there is none."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device.type if device is not None else ""
@@ -32,7 +32,7 @@ def found() -> str:
 
 def kind() -> str:
     """The type of this machine's accelerator; "cpu" if there is no supported one."""
-    return found() if found() in KINDS else "cpu"
+    return reported_kind() if reported_kind() in KINDS else "cpu"
 
 
 def count() -> int:

@@ -160,7 +160,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
 each is there, and the replacements of its names."""
 
 
-def find(module: str, known_as: str, name: str) -> Any:
+def find_guide_name(module: str, known_as: str, name: str) -> Any:
     """The `__getattr__` of a module: PyTorch/XLA's own object on its engine, else an error."""
     instead = (MODULES[known_as][1] if known_as in MODULES else REFUSED[known_as]).get(name)
     if instead is None:
@@ -179,7 +179,7 @@ class ModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         known_as = module.__name__.rpartition(".")[2]
-        vars(module)["__getattr__"] = functools.partial(find, module.__name__, known_as)
+        vars(module)["__getattr__"] = functools.partial(find_guide_name, module.__name__, known_as)
 
 
 def install() -> None:

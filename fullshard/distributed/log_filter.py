@@ -1,8 +1,8 @@
 """Hides messages of other libraries that a user can do nothing about, in our own commands only.
 
-A script that imports fullshard sees every message: only the processes of `fullshard …` call `leave_out()`. Each entry
-matches one text of one module. `own_line` keeps our messages apart from a progress bar that another process draws. Only
-the standard library is imported here.
+A script that imports fullshard sees every message: only the processes of `fullshard …` call `install_filters()`. Each
+entry matches one text of one module. `own_line` keeps our messages apart from a progress bar that another process
+draws. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TRAINED = (
 """Warnings that are hidden where an adapter is only used, not trained."""
 
 
-def leave_out(warned: tuple[Message, ...] = WARNED) -> None:
+def install_filters(warned: tuple[Message, ...] = WARNED) -> None:
     """Hide these messages in this process. Further calls do nothing."""
     for one in LOGGED:
         logging.getLogger(one.source).addFilter(_FILTERS[one])

@@ -190,7 +190,9 @@ def agree(job: Callable[[], T], what: str, *, error: type[UserError] | None = No
     raise kind(text)
 
 
-def agree_locally(job: Callable[[], T], what: str, *, error: type[UserError] | None = None, watched: bool = False) -> T:
+def run_on_all_ranks(
+    job: Callable[[], T], what: str, *, error: type[UserError] | None = None, watched: bool = False
+) -> T:
     """Like `agree`, but each rank gets its own result only, which may be large; errors are shared."""
     own: list[T] = []
     agree(lambda: own.append(job()), what, error=error, watched=watched)

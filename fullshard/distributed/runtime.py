@@ -216,7 +216,7 @@ def device() -> torch.device:
 def device_note() -> str:
     """What to know about this machine's accelerator: its type has no entry in `device_kinds.KINDS`, or fullshard was
     never run on it; "" if neither is so."""
-    reported, kind = accelerator.found(), accelerator.kind()
+    reported, kind = accelerator.reported_kind(), accelerator.kind()
     if reported and kind == "cpu":
         return (
             f"torch reports an accelerator of type {reported!r}, which fullshard does not support, so the CPU is used. "

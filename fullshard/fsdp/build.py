@@ -30,9 +30,9 @@ from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
-from fullshard.fsdp.plan_layout import Terms
+from fullshard.fsdp.plan_layout import PlanInputs
 from fullshard.fsdp.plan_model import (
-    Earlier,
+    AlreadySharded,
     plan_model,
     replica_axes,
     tensor_parallel_layout,
@@ -42,7 +42,7 @@ from fullshard.fsdp.plan_model import (
 from fullshard.fsdp.point_to_point import PointToPoint
 from fullshard.fsdp.prefetch import PrefetchSettings
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fullshard.fsdp.unit import Means, Unit
+from fullshard.fsdp.unit import EngineContext, Unit
 from fullshard.spmd.dtensor_fixes import draw_global_where_needed
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
@@ -129,7 +129,7 @@ class Options:
         """The axes besides `fsdp` over which the batch is split."""
         return replica_axes(self.mesh, self.extra_data_axis)
 
-    def terms(self, *, point_to_point: bool) -> Terms:
+    def terms(self, *, point_to_point: bool) -> PlanInputs:
         """What the sharding plan depends on."""
         return terms_of(
             self.mesh, self.strategy, self.precision, self.extra_data_axis, self.small_bytes,
@@ -198,10 +198,10 @@ def _attach(unit: Unit, engine: Engine, options: Options, shard_output: Any) -> 
     module._fullshard_output = OutputRule(shard_output, options.mesh, (*options.replica_axes, "fsdp"))
 
 
-def _means(options: Options) -> Means:
+def _means(options: Options) -> EngineContext:
     meter, device = Meter(), runtime.device()
     reduce_stream = SideStream(device)
-    return Means(
+    return EngineContext(
         gather_link=make_link(options.mesh, ("fsdp",), "gather", options.timeout, meter),
         reduce_link=make_link(options.mesh, ("fsdp",), "reduce", options.timeout, meter),
         replica_link=make_link(options.mesh, options.replica_axes, "replica", options.timeout, meter),
@@ -240,7 +240,7 @@ def _earlier(root: nn.Module, inner_units: list[Unit]) -> dict[int, ShardedParam
 def _make_plan(
     root: nn.Module, chosen: list[nn.Module], inner_units: list[Unit], options: Options, ignored: set[nn.Module]
 ) -> ShardingPlan:
-    homes = {id(p): Earlier(p.plan, unit.module) for unit in inner_units for p in unit.parameters}
+    homes = {id(p): AlreadySharded(p.plan, unit.module) for unit in inner_units for p in unit.parameters}
     earlier = {key: homes[id(p)] for key, p in _earlier(root, inner_units).items()}
     terms = options.terms(point_to_point=uses_point_to_point(dist.group.WORLD))
     return plan_model(root, chosen, terms, ignored, earlier, {unit.module for unit in inner_units})
@@ -251,7 +251,7 @@ def _make_units(
     plan: ShardingPlan,
     inner_units: list[Unit],
     options: Options,
-    means: Means,
+    means: EngineContext,
     sync: bool,
     ignored: set[nn.Module],
 ) -> list[Unit]:

@@ -146,7 +146,7 @@ def check_optimizers() -> None:
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if getattr(optimizer, PART_OF_ANOTHER, False):
         return
-    watch.check()  # gradients summed without a lost rank must not be used
+    watch.raise_failure()  # gradients summed without a lost rank must not be used
     watch.stepped()
     for group in optimizer.param_groups:
         if any(isinstance(parameter.grad, HeldGradient) for parameter in group["params"]):

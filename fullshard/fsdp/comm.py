@@ -40,12 +40,12 @@ class Pending(AsyncWork):
             link.watch.follow(self.label, self._works)
 
     def _wait(self) -> None:
-        watching.check()
+        watching.raise_failure()
         if self._works:
             with watching.waiting(self.label):
                 for work in self._works:
                     work.wait()
-            watching.check()
+            watching.raise_failure()
         self._works = []
 
     def wait(self) -> list[torch.Tensor]:

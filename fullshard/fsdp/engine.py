@@ -30,7 +30,7 @@ from fullshard.fsdp.compile import Compiler
 from fullshard.fsdp.output import without_gathered_memory
 from fullshard.fsdp.prefetch import Prefetcher, PrefetchSettings
 from fullshard.fsdp.reduction import Reduction
-from fullshard.fsdp.unit import Means, Unit, UnitState
+from fullshard.fsdp.unit import EngineContext, Unit, UnitState
 from fullshard.spmd.tensor import is_sharded
 from fullshard.spmd.tensor_tree import cast_tensors, map_tensors, tensors_in
 
@@ -50,7 +50,7 @@ class Engine:
     """Runs the units of one model."""
 
     def __init__(
-        self, units: list[Unit], means: Means, settings: PrefetchSettings, before_pass: Callable[[], None]
+        self, units: list[Unit], means: EngineContext, settings: PrefetchSettings, before_pass: Callable[[], None]
     ) -> None:
         self.units, self.means, self.settings = units, means, settings
         self.sync = True
@@ -149,7 +149,7 @@ class Engine:
         return uneven_batches.current().weight if weighted else 1.0
 
     def _begin_pass(self, args: Any, kwargs: Any) -> None:
-        watch.check()
+        watch.raise_failure()
         if self._backwards or self._reduction is not None:
             self.reset()  # the last backward did not finish
         for unit in self.unsharded:
@@ -339,7 +339,7 @@ class Engine:
         self.means.host.settle()
         for unit in self.units:
             unit.free()
-        watch.check()
+        watch.raise_failure()
         self.means.meter.at(self.step, "", "after backward")
 
     # --- between passes -----------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class Engine:
 
     def start_unshard(self, unit: Unit) -> None:
         """Start to gather a unit before its forward."""
-        watch.check()
+        watch.raise_failure()
         if unit.state is not UnitState.SHARDED and not unit.is_fresh():
             unit.free()
         if unit.state is UnitState.SHARDED:

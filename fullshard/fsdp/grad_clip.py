@@ -32,7 +32,7 @@ def clip_grad_norm_(
     (of ignored modules) may differ between ranks, so the mean of their norms counts, and all ranks scale alike. All
     ranks must call it, also those whose shards are empty.
     """
-    watch.check()
+    watch.raise_failure()
     p = float(norm_type)
     if p <= 0:
         raise FSDPError(f"clip_grad_norm_: norm_type={norm_type} is not a norm; expected a positive number or inf")

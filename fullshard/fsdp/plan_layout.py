@@ -66,7 +66,7 @@ Short pieces start at a multiple of their own element size: on thousands of rank
 
 
 @dataclass(frozen=True)
-class Terms:
+class PlanInputs:
     """What the plan of every parameter of a model depends on."""
 
     mesh: Mesh
@@ -79,7 +79,7 @@ class Terms:
 
 
 def shard_layout(
-    shape: Sequence[int], dtype: torch.dtype, annotation: Layout | None, terms: Terms
+    shape: Sequence[int], dtype: torch.dtype, annotation: Layout | None, terms: PlanInputs
 ) -> tuple[Layout, int | None]:
     """The layout of a parameter's shards, and the dim that `fsdp` splits.
 
@@ -117,7 +117,7 @@ def plan_parameter(
     dtype: torch.dtype,
     trainable: bool,
     annotation: Layout | None,
-    terms: Terms,
+    terms: PlanInputs,
 ) -> ParameterPlan:
     """Plan one parameter."""
     stored = terms.precision.stored(dtype, trainable)

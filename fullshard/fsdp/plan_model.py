@@ -19,9 +19,9 @@ from fullshard.device.torch_private import parameters_of
 from fullshard.fsdp import policy as policies
 from fullshard.fsdp.host_embedding import stays_on_host
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
-from fullshard.fsdp.plan_layout import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, Terms, plan_parameter, plan_unit
+from fullshard.fsdp.plan_layout import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, PlanInputs, plan_parameter, plan_unit
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
-from fullshard.spmd.mesh import AbsentMesh, Mesh
+from fullshard.spmd.mesh import Mesh, VirtualMesh
 from fullshard.spmd.sharding import layout_on, sharding_of
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import is_sharded
@@ -30,7 +30,7 @@ Site = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 
 
-class Earlier(NamedTuple):
+class AlreadySharded(NamedTuple):
     """A parameter that was sharded when a part of the model was wrapped."""
 
     plan: ParameterPlan
@@ -69,13 +69,13 @@ def with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
 def terms_of(
     mesh: Mesh, strategy: ShardingStrategy, precision: MixedPrecision, extra_data_axis: str | None,
     small_bytes: int | None, *, point_to_point: bool,
-) -> Terms:  # fmt: skip
+) -> PlanInputs:  # fmt: skip
     """What the plan depends on, from the options of `FSDPv2`. `point_to_point` is whether tensors are sent so (Gloo),
     not in collectives (NCCL)."""
     any_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
     if small_bytes is None:
         small_bytes = SMALL_BYTES if point_to_point else SMALL_BYTES_COLLECTIVE
-    return Terms(mesh, strategy, precision, replica_axes(mesh, extra_data_axis), small_bytes, any_order)
+    return PlanInputs(mesh, strategy, precision, replica_axes(mesh, extra_data_axis), small_bytes, any_order)
 
 
 def replica_axes(mesh: Mesh, extra_data_axis: str | None) -> tuple[str, ...]:
@@ -88,9 +88,9 @@ def replica_axes(mesh: Mesh, extra_data_axis: str | None) -> tuple[str, ...]:
 def plan_model(
     root: nn.Module,
     chosen: Iterable[nn.Module],
-    terms: Terms,
+    terms: PlanInputs,
     ignored: Collection[nn.Module] = (),
-    earlier: Mapping[int, Earlier] | None = None,
+    earlier: Mapping[int, AlreadySharded] | None = None,
     wrapped: Collection[nn.Module] = (),
 ) -> ShardingPlan:
     """The plan of a model whose `chosen` modules are units, and the root.
@@ -129,7 +129,7 @@ def plan_model(
 
 
 def find_sites(
-    root: nn.Module, ignored: Collection[nn.Module], earlier: Mapping[int, Earlier] | None = None
+    root: nn.Module, ignored: Collection[nn.Module], earlier: Mapping[int, AlreadySharded] | None = None
 ) -> list[Sites]:
     """Every parameter of the module, in module order. A sharded parameter and its original are one (`earlier`)."""
     sites: dict[int, Sites] = {}
@@ -156,12 +156,12 @@ def _owner(
 def tensor_parallel_layout(parameter: nn.Parameter, mesh: Mesh, replica_axes: Sequence[str]) -> Layout | None:
     """The layout of a parameter that is torch's `DTensor` on other axes of the mesh than those of the data: its module
     computes with it as one, and each rank has rows of its own. None for any other."""
-    if not is_sharded(parameter) or isinstance(mesh, AbsentMesh):
+    if not is_sharded(parameter) or isinstance(mesh, VirtualMesh):
         return None
     return layout_on(parameter, mesh, ("fsdp", *replica_axes))
 
 
-def plan_for(names: list[str], parameter: nn.Parameter, terms: Terms) -> ParameterPlan:
+def plan_for(names: list[str], parameter: nn.Parameter, terms: PlanInputs) -> ParameterPlan:
     """The plan of a parameter that is not sharded yet."""
     annotation = tensor_parallel_layout(parameter, terms.mesh, terms.replica_axes) or sharding_of(parameter)
     if annotation is not None and annotation.mesh != terms.mesh:

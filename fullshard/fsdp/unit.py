@@ -25,7 +25,7 @@ from fullshard.fsdp.write_count import writes_of_all
 
 
 @dataclass
-class Means:
+class EngineContext:
     """The communicators, streams and counters that all units of an engine share."""
 
     gather_link: Link
@@ -50,7 +50,7 @@ class Unit:
         self,
         plan: UnitPlan,
         index: int,
-        means: Means,
+        means: EngineContext,
         holds_units: bool,
         module: nn.Module,
         parameters: Sequence[ShardedParameter],
@@ -75,7 +75,7 @@ class Unit:
         self._work: StreamWork | None = None
         self._bucket: torch.Tensor | None = None
 
-    def join(self, plan: UnitPlan, index: int, means: Means, holds_units: bool) -> None:
+    def join(self, plan: UnitPlan, index: int, means: EngineContext, holds_units: bool) -> None:
         """Become a unit of a model; again when a module around that model is wrapped."""
         self.plan, self.means, self.name = plan, means, plan.name
         self.index = index

@@ -24,7 +24,7 @@ from fullshard.distributed import runtime
 from fullshard.distributed.temporary_folders import temporary_folder
 from fullshard.distributed.terminal_text import print_text
 from fullshard.launch.find_result import Result
-from fullshard.models.causal_lm import causal, embedding_rows
+from fullshard.models.causal_lm import embedding_rows, get_causal_lm
 from fullshard.models.generate import Sampling, StopCriteria, answer, chat_tokens, stop_criteria
 from fullshard.quant.config import dense_dtype, quantization_from_options
 from fullshard.weights.load import load_pretrained
@@ -44,7 +44,7 @@ class ChatModel:
     @property
     def positions(self) -> int | None:
         """The longest context, if the configuration has one."""
-        limit = getattr(causal(self.model).config.get_text_config(), "max_position_embeddings", None)
+        limit = getattr(get_causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
         return limit if isinstance(limit, int) else None
 
     @property

@@ -139,7 +139,7 @@ def _accelerator() -> str:
     from fullshard.device import accelerator
     from fullshard.distributed import runtime
 
-    return runtime.device_note() or (f"{accelerator.kind()}: supported" if accelerator.found() else "none")
+    return runtime.device_note() or (f"{accelerator.kind()}: supported" if accelerator.reported_kind() else "none")
 
 
 def _xla_devices() -> str:

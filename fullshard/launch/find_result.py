@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fullshard.checkpoint.manifest import MANIFEST, published_steps, read_manifest, step_name
 from fullshard.config.errors import ConfigError, WeightsError
 from fullshard.config.options import counting_number
-from fullshard.config.paths import held
+from fullshard.config.paths import list_contents
 from fullshard.lora.adapter_config import WEIGHTS, is_adapter, read_config
 from fullshard.sft.run_dir import CHECKPOINTS, SETTINGS, read_settings
 from fullshard.weights.adapter_base import find_base, stored_in_4_bits
@@ -55,7 +55,7 @@ class Result:
         return stored_in_4_bits(self.base or self.folder)
 
 
-def find(name: str, base: str | None = None, checkpoint: str | None = None) -> Result:
+def find_result(name: str, base: str | None = None, checkpoint: str | None = None) -> Result:
     """The result at a path. `checkpoint` (a step, or latest) selects a checkpoint of a run instead of its result."""
     path = Path(name).expanduser()
     if not path.exists():
@@ -95,7 +95,7 @@ def _from_files(path: Path) -> Result:
         raise ConfigError(f"{path} is a run without a result or a checkpoint yet.")
     raise ConfigError(
         f"{path} contains no model (config.json and safetensors files), adapter (adapter_config.json and {WEIGHTS}) or "
-        f"checkpoint; it contains {held(path)}."
+        f"checkpoint; it contains {list_contents(path)}."
     )
 
 
@@ -144,7 +144,7 @@ def fetched(result: Result, base: str | None = None) -> Result:
 
     if result.kind == "model":
         local = result.checkpoint or Path(result.folder).expanduser().exists()
-        return result if local else find(str(resolve(result.folder)), base)
+        return result if local else find_result(str(resolve(result.folder)), base)
     try:
         return replace(result, base=str(resolve(str(result.base))))
     except WeightsError as error:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.config.configfile import Given, read_file, sort_keys
+from fullshard.config.configfile import OptionValues, read_file, sort_keys
 from fullshard.config.errors import ConfigError
 from fullshard.config.options import counting_number, options_of, parse_flags
 from fullshard.config.redaction import hide_in, hide_words, learn
@@ -188,7 +188,7 @@ def resolve(
     run = RunSettings(**_of(RunSettings, parsed.values))
     notes: list[str] = []
     path, reason = find_file(run.config_file, environment)
-    file = sort_keys(read_file(path), file_options(), notes) if path is not None else Given()
+    file = sort_keys(read_file(path), file_options(), notes) if path is not None else OptionValues()
     if path is not None and reason == "Accelerate's":
         notes.append(f"fullshard has no default file, so Accelerate's is used: {path}")
     slurm = read_slurm(environment)

@@ -14,7 +14,7 @@ from fullshard.config.options import counting_number
 from fullshard.config.paths import check_new_folder
 from fullshard.device.device_kinds import KINDS
 from fullshard.distributed.terminal_text import print_text
-from fullshard.launch.find_result import fetched, find
+from fullshard.launch.find_result import fetched, find_result
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -78,7 +78,7 @@ class ExportOptions:
 def chat(name: str, options: ChatOptions) -> None:
     """Start a conversation, or answer one prompt."""
     _check_one_process("chat")
-    result = find(name, options.base, options.checkpoint)
+    result = find_result(name, options.base, options.checkpoint)
     prompt = sys.stdin.read().strip() if options.prompt == "-" else options.prompt
     if prompt is not None and not prompt.strip():
         raise ConfigError("--prompt is empty; expected text.")
@@ -102,7 +102,7 @@ def chat(name: str, options: ChatOptions) -> None:
 def export(name: str, out: str, options: ExportOptions) -> None:
     """Write a result and print what was written."""
     _check_one_process("export")
-    result = find(name, options.base, options.checkpoint)
+    result = find_result(name, options.base, options.checkpoint)
     check_new_folder(out)
     if result.kind == "model" and options.dequantized:
         raise ConfigError(f"--dequantized: {name} contains a full model; there is no adapter to merge.")
@@ -131,7 +131,7 @@ def _only_warnings() -> None:
     """Log warnings only."""
     from fullshard.distributed import log_filter, runtime
 
-    log_filter.leave_out(log_filter.TRAINED)
+    log_filter.install_filters(log_filter.TRAINED)
     runtime.get_logger().setLevel("WARNING")
     import transformers
 

@@ -67,10 +67,10 @@ def main() -> None:
     ranks = torch.tensor([float(xr.rank() + 1)], device=device)
     if world > 1:
         dist.all_reduce(ranks)
-    check(ranks.item() == world * (world + 1) / 2, "an all-reduce over all ranks is correct")
+    expect(ranks.item() == world * (world + 1) / 2, "an all-reduce over all ranks is correct")
     way = xr.transport()
     if accelerator.is_accelerator(device):
-        check(not way.fix, f"NCCL is used where each rank has its own GPU. {way.fix}".strip())
+        expect(not way.fix, f"NCCL is used where each rank has its own GPU. {way.fix}".strip())
     xr.announce_transport(say)
 
     model = tiny_model(settings.transformer_layer_cls_to_wrap or ())
@@ -91,7 +91,7 @@ def main() -> None:
     computed = dtype_of("fp32" if settings.mixed_precision == "no" else settings.mixed_precision)
     assert computed is not None
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-    check(
+    expect(
         worst <= TOLERANCE[computed],
         f"{STEPS} training steps give one device's losses (largest difference {worst:.1e}, computed in {computed})",
     )
@@ -122,7 +122,7 @@ def check_links(model: Any, backend: str) -> None:
     through_host = any(link.from_host for link in links)
     right = backends <= {backend} and not (backend != "gloo" and through_host)
     if links:
-        check(right, f"all-gathers and reductions of the sharded model use the same transport ({backend})")
+        expect(right, f"all-gathers and reductions of the sharded model use the same transport ({backend})")
 
 
 def try_checkpoint(model: Any, optimizer: Any) -> None:
@@ -144,7 +144,7 @@ def try_checkpoint(model: Any, optimizer: Any) -> None:
     xr.barrier()
     if xr.is_main():
         shutil.rmtree(folder[0])
-    check(same, "a checkpoint was saved and restored bit for bit")
+    expect(same, "a checkpoint was saved and restored bit for bit")
 
 
 def say(line: str) -> None:
@@ -153,7 +153,7 @@ def say(line: str) -> None:
     xr.print0(textwrap.fill(line, width, initial_indent=OK, subsequent_indent=" " * len(OK)))
 
 
-def check(right: bool, what: str) -> None:
+def expect(right: bool, what: str) -> None:
     """Report a check that passed; raise on every rank if it failed on any."""
     wrong = torch.tensor([0.0 if right else 1.0], device=xr.device())
     if xr.world_size() > 1:

@@ -43,7 +43,7 @@ def main(words: list[str]) -> None:
         from fullshard.config import redaction
         from fullshard.distributed import log_filter
 
-        log_filter.leave_out()
+        log_filter.install_filters()
         redaction.learn_words(sys.argv)
     if not script.startswith("fullshard."):  # our own commands need no integrations
         with contextlib.suppress(ImportError):

@@ -55,7 +55,7 @@ def init_rows(encoder: Any) -> list[int] | None:
     return getattr(encoder, "_fullshard_init_rows", None)
 
 
-def as_file(encoder: Any, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def export_tensors(encoder: Any, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors to save for a prompt encoder: its output, computed from its whole parameters."""
     indices = torch.arange(encoder.embedding.num_embeddings, device=values["embedding.weight"].device)
     with torch.no_grad():

@@ -24,7 +24,7 @@ from fullshard.device import accelerator
 from fullshard.device.torch_private import compiler_errors
 from fullshard.distributed.rank_logging import get_logger
 from fullshard.models.attention_masks import dense_mask, dense_of, mask_of_model
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.kernels_on_meta import flex_attention_on_meta
 
 NAME, NAME_FOR_SCORES = "fullshard", "fullshard_scores"
@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 def use_own_attention(model: Any) -> bool:
     """Let a model run this attention, if its class takes its attention from transformers' interface."""
-    inner = causal(model)
+    inner = get_causal_lm(model)
     if not is_usable(type(inner)):
         return False
     register()

@@ -9,11 +9,11 @@ from torch import nn
 from fullshard.lora.trainable_tokens import plain_layer
 
 
-def causal(model: nn.Module) -> Any:
+def get_causal_lm(model: nn.Module) -> Any:
     """The causal language model inside PEFT's wrappers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def embedding_rows(model: nn.Module) -> int:
     """The number of tokens that the input embedding has rows for."""
-    return int(plain_layer(causal(model).get_input_embeddings()).weight.shape[0])
+    return int(plain_layer(get_causal_lm(model).get_input_embeddings()).weight.shape[0])

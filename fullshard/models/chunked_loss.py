@@ -1,10 +1,10 @@
 """Output head and cross-entropy computed in chunks, so that the full logits are never in memory.
 
-`LeanHead(model)` makes the head of a causal language model return `DeferredLogits`, a tensor without data. Element-wise
-operations on it (soft-caps, scales, casts) are recorded, and the loss is computed from hidden states chunk by chunk,
-with gradients in the same pass. Any other operation computes the real logits, so results are always correct. This runs
-inside the model's forward, where a sharded head is gathered. Only transformers' cross-entropy is replaced: what the
-model adds to it, such as a router's auxiliary loss, is kept.
+`ChunkedLossHead(model)` makes the head of a causal language model return `DeferredLogits`, a tensor without data.
+Element-wise operations on it (soft-caps, scales, casts) are recorded, and the loss is computed from hidden states chunk
+by chunk, with gradients in the same pass. Any other operation computes the real logits, so results are always correct.
+This runs inside the model's forward, where a sharded head is gathered. Only transformers' cross-entropy is replaced:
+what the model adds to it, such as a router's auxiliary loss, is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fullshard.data.pretokenized import IGNORED
 from fullshard.device import accelerator
 from fullshard.device.torch_private import NoTorchFunction
 from fullshard.lora import trainable_tokens
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.deferred_logits import DeferredLogits, SoftCap, Step
 from fullshard.models.router_loss import without_padding
 from fullshard.models.token_loss import TokenLoss, by_kernel, fused, known_count, reference
@@ -246,7 +246,7 @@ def whole_cross_entropy(
 
 @dataclass
 class LossPass:
-    """One forward pass of a model whose loss a `LeanHead` computes."""
+    """One forward pass of a model whose loss a `ChunkedLossHead` computes."""
 
     scale: float
     """What the model's loss × tokens is multiplied by."""
@@ -270,7 +270,7 @@ class LossPass:
         return torch.cat([sums, aux.reshape(1)])
 
 
-class LeanHead:
+class ChunkedLossHead:
     """A causal language model whose forward, inside `loss_pass`, returns its own loss × tokens × `scale`.
 
     The model's loss is a mean over the tokens of the batch that contribute, plus whatever the model adds to that. So
@@ -282,7 +282,7 @@ class LeanHead:
         self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True,
         kind: TokenLoss = TokenLoss(), entropy: bool = False,  # noqa: B008 - frozen
     ) -> None:  # fmt: skip
-        self.model, self.chunk_tokens, self.kind, self.entropy = causal(model), chunk_tokens, kind, entropy
+        self.model, self.chunk_tokens, self.kind, self.entropy = get_causal_lm(model), chunk_tokens, kind, entropy
         head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
         plain = trainable_tokens.plain_layer(head)
         self.head = plain if chunked and type(plain) is nn.Linear else None

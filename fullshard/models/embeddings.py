@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.fsdp.host_embedding import keep_on_host
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 
 
 def offload_embedding(model: nn.Module) -> str:
@@ -17,7 +17,7 @@ def offload_embedding(model: nn.Module) -> str:
 
     Returns why the embedding stays on the device instead; empty if it does not.
     """
-    embedding = causal(model).get_input_embeddings()
+    embedding = get_causal_lm(model).get_input_embeddings()
     tables = [m for m in embedding.modules() if isinstance(m, nn.Embedding)] if embedding is not None else []
     frozen = [m for m in tables if not m.weight.requires_grad]
     if not frozen:
@@ -45,4 +45,4 @@ def add_noise(model: Any, alpha: float) -> None:
         size = alpha / math.sqrt(output.shape[1] * output.shape[2])
         return output + torch.zeros_like(output).uniform_(-size, size)
 
-    causal(model).get_input_embeddings().register_forward_hook(noisy)
+    get_causal_lm(model).get_input_embeddings().register_forward_hook(noisy)

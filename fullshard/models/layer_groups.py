@@ -16,7 +16,7 @@ from torch import nn
 from fullshard.device.torch_private import version_of
 from fullshard.lora.gated_mlp import GatedParts
 from fullshard.lora.gated_mlp_math import ACTIVATIONS
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.tiny_model import (
     SPECIAL,
     VOCABULARY,
@@ -45,7 +45,7 @@ def recorded_pass(model: Any, recorder: Callable[[nn.Module, torch.Tensor], Foun
     device = torch.device("cpu")
     with forked_random(device), quiet_transformers():
         try:
-            for small in small_models(bare_model(causal(model)), device):
+            for small in small_models(bare_model(get_causal_lm(model)), device):
                 try:
                     with device:  # whatever the default device is
                         return recorder(small, torch.randint(SPECIAL, VOCABULARY, (1, TOKENS)))

@@ -19,7 +19,7 @@ import torch
 
 from fullshard.models.attention import batch_size, is_own
 from fullshard.models.attention_masks import block_mask, dense_mask, known_rows, masks_by_layer
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 
 Documents = list[list[int]]
 """For each row, the start of each document, and the end of the last one."""
@@ -43,7 +43,7 @@ class Packed:
     """Changes a model's forward so that it handles packed rows inside `rows`."""
 
     def __init__(self, model: Any, way: PackingMethod, dtype: torch.dtype = torch.float32) -> None:
-        self.model, self.way, self.dtype = causal(model), way, dtype
+        self.model, self.way, self.dtype = get_causal_lm(model), way, dtype
         self.documents: Documents | None = None
         self.is_packed = False
         """Whether rows of the batch hold several documents."""
@@ -125,7 +125,7 @@ class Packed:
 
 def takes_positions(model: Any) -> bool:
     """Whether the model's forward has a `position_ids` argument."""
-    return "position_ids" in inspect.signature(type(causal(model)).forward).parameters
+    return "position_ids" in inspect.signature(type(get_causal_lm(model)).forward).parameters
 
 
 def documents_of(positions: torch.Tensor) -> Documents:

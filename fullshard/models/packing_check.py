@@ -20,7 +20,7 @@ from torch import nn
 from fullshard.config.errors import first_line
 from fullshard.data.loader import Collator
 from fullshard.models.attention import is_own, without_flex
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.packed_inputs import Packed, PackingMethod, documents_of
 from fullshard.models.tiny_model import (
     SPECIAL,
@@ -55,7 +55,7 @@ def try_packing(model: Any, device: torch.device, flatten: bool) -> PackingVerdi
     failure = ""
     with forked_random(device), quiet_transformers(), without_flex():
         try:
-            for small in small_models(bare_model(causal(model)), device):
+            for small in small_models(bare_model(get_causal_lm(model)), device):
                 trial = Trial(small, device, flatten)
                 try:
                     trial.alone = trial.logits_alone()

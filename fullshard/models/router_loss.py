@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fullshard.config.errors import ConfigError
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 
 COEFFICIENT = "router_aux_loss_coef"
 FUNCTION = "load_balancing_loss_func"
@@ -24,7 +24,7 @@ FUNCTION = "load_balancing_loss_func"
 
 def set_router_loss(model: Any, coefficient: float | None) -> str:
     """Add the auxiliary loss with this coefficient; None takes the model's own, 0 turns it off. Returns a note."""
-    inner = causal(model)
+    inner = get_causal_lm(model)
     name, shape = type(inner).__name__, inner.config.get_text_config()
     computes = hasattr(inner, COEFFICIENT)
     if coefficient and not computes:
@@ -45,14 +45,14 @@ def set_router_loss(model: Any, coefficient: float | None) -> str:
 
 def has_router_loss(model: Any) -> bool:
     """Whether the model's loss has an auxiliary loss of routers."""
-    inner = causal(model)
+    inner = get_causal_lm(model)
     return hasattr(inner, COEFFICIENT) and bool(getattr(inner.config.get_text_config(), "output_router_logits", False))
 
 
 @contextlib.contextmanager
 def without_padding(model: Any, real_tokens: torch.Tensor | None) -> Iterator[None]:
     """Inside, the auxiliary loss is over the tokens in `real_tokens` [rows, length] unless the model has a mask."""
-    scope = inspect.unwrap(type(causal(model)).forward).__globals__
+    scope = inspect.unwrap(type(get_causal_lm(model)).forward).__globals__
     plain = scope.get(FUNCTION)
     if real_tokens is None or plain is None:
         yield

@@ -156,7 +156,7 @@ class TokenLoss:
     """Dynamic Fine-Tuning: the cross-entropy × the probability of the token, which is taken as a constant."""
 
 
-class Found(NamedTuple):
+class TokenLosses(NamedTuple):
     """The losses of a chunk, and gradients × scale."""
 
     per_token: torch.Tensor
@@ -181,18 +181,18 @@ def _has_triton() -> bool:
 def by_kernel(
     logits: torch.Tensor, labels: torch.Tensor, cap: SoftCap, kind: TokenLoss, scale: float, entropy: bool,
     gradient: torch.Tensor | None,
-) -> Found:  # fmt: skip
+) -> TokenLosses:  # fmt: skip
     """The losses by the kernel, which writes to `gradient`, if given; this may be the logits' own memory."""
     # merged
 
     each = token_losses(logits, labels, cap, kind.smoothing, kind.dft, entropy, scale, gradient)
-    return Found(each, gradient)
+    return TokenLosses(each, gradient)
 
 
 def reference(
     raw: torch.Tensor, labels: torch.Tensor, steps: tuple[Step, ...], factors: Sequence[torch.Tensor], kind: TokenLoss,
     scale: float, entropy: bool, want: bool,
-) -> Found:  # fmt: skip
+) -> TokenLosses:  # fmt: skip
     """The losses by torch, for any element-wise steps; `factors` are the trainable tensors in them."""
     wide = torch.promote_types(torch.float32, raw.dtype)
     mask = labels != IGNORED
@@ -214,7 +214,7 @@ def reference(
         entropies = lse - ((values - lse).exp_() * values).sum(1, keepdim=True)
     per_token = torch.cat([loss, correct, entropies], 1).masked_fill_(~mask.unsqueeze(1), 0)
     if not want:
-        return Found(per_token, None)
+        return TokenLosses(per_token, None)
     # d loss / d logits = (softmax - one-hot) × scale, zero outside the loss mask. The scale is applied here, in the
     # wide dtype, so that narrow gradients are rounded once.
     probs = (values - lse).exp_()
@@ -223,9 +223,9 @@ def reference(
         probs.sub_(kind.smoothing / probs.shape[1])
     d_logits = probs.mul_(weight * scale).masked_fill_(~mask.unsqueeze(1), 0).to(logits.dtype)
     if not steps:
-        return Found(per_token, d_logits)
+        return TokenLosses(per_token, d_logits)
     d_raw, *d_factors = torch.autograd.grad(logits, (raw, *factors), d_logits)
-    return Found(per_token, d_raw, d_factors)
+    return TokenLosses(per_token, d_raw, d_factors)
 
 
 def _logsumexp(values: torch.Tensor) -> torch.Tensor:

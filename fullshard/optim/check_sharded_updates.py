@@ -14,7 +14,7 @@ from torch import nn
 from fullshard.config.errors import ConfigError
 from fullshard.device.torch_private import local_of, spec_of
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import agree_locally
+from fullshard.distributed.ranks import run_on_all_ranks
 from fullshard.fsdp import FSDPv2
 from fullshard.spmd.redistribute import layout_of
 from fullshard.spmd.tensor import full_of
@@ -46,7 +46,7 @@ def try_on_shards(kind: type, options: dict[str, Any], model: Any) -> None:
     whole = _Small()
     options_of_shards = {"strategy": model.plan.strategy, "small_parameter_bytes": 0}
     sharded: Any = FSDPv2(_Small(), model.mesh, **options_of_shards)  # type: ignore[call-arg]
-    different = agree_locally(lambda: _train_both(kind, options, whole, sharded), f"trial of {kind.__name__}")
+    different = run_on_all_ranks(lambda: _train_both(kind, options, whole, sharded), f"trial of {kind.__name__}")
     if different:
         raise ConfigError(
             f"{kind.__name__} does not treat a sharded parameter as one: a {different} ends with other values than on "

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """The options of each schedule in `lr_scheduler_kwargs`, with their defaults."""
 
 
-def check(kind: str, options: Mapping[str, Any], rate: float) -> dict[str, Any]:
+def check_schedule(kind: str, options: Mapping[str, Any], rate: float) -> dict[str, Any]:
     """A schedule's options, checked and with defaults filled in; `rate` is the peak learning rate."""
     known = SETTINGS[kind]
     for name, value in options.items():
@@ -74,7 +74,7 @@ def check(kind: str, options: Mapping[str, Any], rate: float) -> dict[str, Any]:
 
 
 def factor(kind: str, step: int, warmup: int, total: int, settings: Mapping[str, Any] | None = None) -> float:
-    """The factor of the learning rate at optimizer step `step`, counted from 0; `settings` as from `check`."""
+    """The factor of the learning rate at optimizer step `step`, counted from 0; `settings` as from `check_schedule`."""
     options = SETTINGS[kind] if settings is None else settings
     if kind == "constant":
         return 1.0

@@ -77,7 +77,7 @@ REFUSED: dict[str, str] = {
 LEARNING_RATES = ("original", "match_rms_adamw")
 
 
-def check(optim: str, options: Mapping[str, Any], target_modules: Any) -> dict[str, Any]:
+def check_arguments(optim: str, options: Mapping[str, Any], target_modules: Any) -> dict[str, Any]:
     """Refuse an unknown or unserved optimizer; returns the arguments in `optim_args`, converted."""
     if optim in REFUSED:
         raise ConfigError(f"optim {optim} is not supported: {REFUSED[optim]}.")

@@ -28,7 +28,7 @@ from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.plan_model import plan_fsdp
 from fullshard.parallel.settings import XLA_DEVICES_VARIABLE, EngineSettings
 from fullshard.spmd import Mesh
-from fullshard.spmd.mesh import AbsentMesh
+from fullshard.spmd.mesh import VirtualMesh
 
 
 def shard_model(
@@ -67,10 +67,10 @@ def plan_sharding(
     return plan_fsdp(model, mesh, point_to_point=not accelerator.is_accelerator(device), **options)
 
 
-def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> AbsentMesh:
+def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> VirtualMesh:
     """The mesh of the strategy over processes that need not exist."""
     shape = settings.mesh_shape(processes, nodes)
-    return AbsentMesh(tuple(shape.values()), tuple(shape))
+    return VirtualMesh(tuple(shape.values()), tuple(shape))
 
 
 def build_mesh(settings: EngineSettings) -> Mesh:

@@ -42,7 +42,7 @@ from fullshard.data.loader import Step
 from fullshard.device import accelerator
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import exchange, on_rank_0
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.host_memory import margin
 from fullshard.planner.memory_settings import budget_limit, may_offload
@@ -134,7 +134,7 @@ class ActivationBudget:
         """The peak of a step, and the part of it that copies of weights take."""
         self.decides = budget is not None and largest is not None and bool(self.layers)
         """Whether there is anything to choose."""
-        self.quadratic = self.decides and causal(model).config.get_text_config()._attn_implementation == "eager"
+        self.quadratic = self.decides and get_causal_lm(model).config.get_text_config()._attn_implementation == "eager"
         """Whether attention keeps a value for each pair of tokens."""
         self.chosen = not self.decides
         if not engines.current().compiles_steps:

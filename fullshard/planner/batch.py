@@ -19,7 +19,7 @@ from fullshard.data.sources import hold_back
 from fullshard.data.token_table import TokenTable
 from fullshard.models.attention import is_own
 from fullshard.models.attention_masks import BLOCK
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.rope_scaling import longest_document
 from fullshard.models.router_loss import has_router_loss
 from fullshard.sft.batches import StepLoader, Steps, make_collator, text_settings
@@ -65,8 +65,8 @@ def bounds_batches(config: SFTConfig) -> bool:
 
 def largest_shape(config: SFTConfig, model: Any, lengths: Sequence[int]) -> BatchShape:
     """The shape of a micro-batch of the longest rows, as the data loader pads them."""
-    block = BLOCK if is_own(causal(model).config) else None
-    collator = make_collator(config, 0, uses_flash(causal(model)), has_router_loss(model), block=block)
+    block = BLOCK if is_own(get_causal_lm(model).config) else None
+    collator = make_collator(config, 0, uses_flash(get_causal_lm(model)), has_router_loss(model), block=block)
     return _padded_shape(config, collator, sorted(lengths)[-config.per_device_train_batch_size :])
 
 
@@ -104,7 +104,7 @@ def assumed_length(config: SFTConfig, model: Any) -> tuple[int, str]:
     """The length of rows if the data is not looked at, and where it comes from."""
     if config.max_length is not None:
         return config.max_length, "max_length"
-    context = longest_document(causal(model).config)
+    context = longest_document(get_causal_lm(model).config)
     return (context, "the model's context") if context is not None else (CONTEXT, "neither data nor model limit it")
 
 

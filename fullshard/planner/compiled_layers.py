@@ -309,7 +309,7 @@ def _cost(recording: Recording, level: Level, rounding: int) -> LayerCost:
     workspace.release(states.device)
     forward = forward_cost(divided, recording.inputs, states, rounding)
     backward = backward_cost(divided, recording.inputs, states, rounding)
-    buffer = workspace.held(states.device)
+    buffer = workspace.allocated_buffer(states.device)
     return LayerCost(forward, backward, sum(sizes.values()), 0 if buffer is None else _rounded(buffer, rounding))
 
 

@@ -27,7 +27,7 @@ from fullshard.distributed.temporary_folders import temporary_folder
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.strategy import dtype_name
 from fullshard.lora.model_size import dense_line, summary
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.changes import with_advice
@@ -154,7 +154,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
     check_same_plan(planned.plan, run.model.plan)
     planned = dataclasses.replace(planned, plan=run.model.plan)
     assumed = [] if run.own_loss else ["the loss is the script's: what it keeps is not counted"]
-    name = str(run.base) if run.base is not None else type(causal(run.model)).__name__
+    name = str(run.base) if run.base is not None else type(get_causal_lm(run.model)).__name__
     return estimator.of_model(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer, run.usable)
 
 
@@ -162,7 +162,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
 def described_model(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     """The settings and the place of a model that is like the run's, with as many token rows; for one in memory, its
     configuration is written to a temporary folder."""
-    config, inner = copy.copy(run.config), causal(run.model)
+    config, inner = copy.copy(run.config), get_causal_lm(run.model)
     if run.base is not None:
         if run.grown:
             config.model_init_kwargs = {**config.config_changes, **_vocabulary(inner.config)}

@@ -19,7 +19,7 @@ from torch import nn
 
 from fullshard.config.errors import ConfigError, first_line
 from fullshard.config.options import as_list
-from fullshard.config.paths import held, looks_local
+from fullshard.config.paths import list_contents, looks_local
 from fullshard.distributed import ranks
 from fullshard.fsdp.plan import ShardingPlan, item_size
 from fullshard.fsdp.strategy import MixedPrecision, dtype_name
@@ -62,7 +62,7 @@ class PlannedModel:
     model: Any
     """The condensed model on the meta device, with its adapter and loss head, before sharding."""
     head: Any
-    """The `LeanHead` that computes the loss."""
+    """The `ChunkedLossHead` that computes the loss."""
     packed: Any
     """The `Packed` inputs; None where the model needs none."""
     plan: ShardingPlan
@@ -222,7 +222,7 @@ def find_config(place: str | Path, revision: str | None = None) -> Path:
     path, option = Path(place).expanduser(), "model_name_or_path"
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{option}: {path} has no config.json; it holds {held(path)}.")
+            raise ConfigError(f"{option}: {path} has no config.json; it holds {list_contents(path)}.")
         check_config(path)
         return path
     if path.is_file():

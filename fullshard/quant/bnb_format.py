@@ -105,7 +105,7 @@ def read_state(text: torch.Tensor, name: str = "weight") -> dict[str, Any]:
     """Parse and check the metadata: quant_type, blocksize, dtype, shape and, if nested, three more fields."""
     try:
         metadata = json.loads(bytes(text.cpu().tolist()))
-        codebooks.check(metadata["quant_type"], metadata["blocksize"])
+        codebooks.check_format(metadata["quant_type"], metadata["blocksize"])
         _dtype(metadata["dtype"])
         torch.Size(metadata["shape"])
     except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:

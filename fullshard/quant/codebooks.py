@@ -34,7 +34,7 @@ SMALLEST_SCALE = 1e-38
 """Lower bound for a block's scale in divisions; a block of zeros has the scale 0."""
 
 
-def check(quant_type: str, blocksize: int) -> None:
+def check_format(quant_type: str, blocksize: int) -> None:
     """Raise `QuantizationError` for an unknown type or block size."""
     if quant_type not in QUANT_TYPES:
         raise QuantizationError(f"unknown 4-bit type {quant_type!r}; choose one of {', '.join(QUANT_TYPES)}")

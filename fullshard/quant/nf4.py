@@ -88,7 +88,7 @@ def quantize_4bit(
     Returns the packed values, [n/2, 1] bytes viewed as `quant_storage`, and the state for `dequantize_4bit`.
     `compress_statistics` (double quantization) stores scales in 8 bits instead of 32.
     """
-    codebooks.check(quant_type, blocksize)
+    codebooks.check_format(quant_type, blocksize)
     if w.dtype not in FLOATS:
         names = ", ".join(dtype_name(d) for d in FLOATS)
         raise QuantizationError(f"cannot quantize a tensor of {w.dtype}; expected one of {names}")
@@ -106,7 +106,7 @@ def quantize_4bit(
 
 def dequantize_4bit(packed: torch.Tensor, state: QuantState, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Dequantize packed values to `dtype`, by default the dtype before quantization."""
-    codebooks.check(state.quant_type, state.blocksize)
+    codebooks.check_format(state.quant_type, state.blocksize)
     n = math.prod(state.shape)
     flat_bytes = packed.contiguous().view(-1).view(torch.uint8)
     if flat_bytes.numel() != -(-n // 2):

@@ -39,7 +39,7 @@ class Scheme:
     """The dtype of packed values in files; in memory and in collectives they are uint8."""
 
     def __post_init__(self) -> None:
-        codebooks.check(self.quant_type, self.blocksize)
+        codebooks.check_format(self.quant_type, self.blocksize)
         object.__setattr__(self, "storage", storage_dtype(self.storage))
 
     @property

@@ -33,7 +33,7 @@ class _Buffer:
         return self.memory[:size]
 
 
-def held(device: torch.device) -> torch.Tensor | None:
+def allocated_buffer(device: torch.device) -> torch.Tensor | None:
     """The buffer of a device without streams."""
     return _buffer(device, 0).memory
 

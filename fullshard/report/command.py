@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config.errors import ConfigError
-from fullshard.config.paths import held, replace_text
+from fullshard.config.paths import list_contents, replace_text
 from fullshard.distributed.terminal_text import print_text
 from fullshard.report.compare import ABSENT, comparison, different_settings, numbers
 from fullshard.report.html_report import contents
@@ -80,7 +80,7 @@ def run_folder(name: str) -> Path:
         if _is_run(folder) or owner_of(folder) is not None:
             return folder
         inner = sorted(str(one) for one in folder.iterdir() if one.is_dir() and _is_run(one))
-        entries = held(folder)
+        entries = list_contents(folder)
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}.") from None
     runs = f" It contains runs: {', '.join(inner[:NAMED])}{', …' if len(inner) > NAMED else ''}." if inner else ""

@@ -15,7 +15,7 @@ from fullshard.sft.cli_args import parse
 
 
 def main() -> None:
-    log_filter.leave_out()
+    log_filter.install_filters()
     handed = os.environ.pop(RUN_VARIABLE, None)  # not for processes that this one starts
     run = receive(handed) if handed is not None else check_command(parse(sys.argv[1:]))
     from fullshard.sft.trainer import train_run  # imports torch

@@ -31,7 +31,7 @@ from fullshard.lora.peft_model import check_method, check_trains, get_peft_model
 from fullshard.lora.targets import ALL_LINEAR, adapts_parameters, mixture_targets
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.layer_groups import gated_mlps, shared_inputs
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
 from fullshard.quant.quantize import quantized_format
@@ -108,7 +108,7 @@ def fitted_config(config: SFTConfig, peft_config: Any, model: Any, say: Say, *, 
 
     In one that was made `from_settings`, all-linear has the experts too, and defaults that do not fit are left out.
     """
-    peft_config, inner = copy.copy(peft_config), causal(model)
+    peft_config, inner = copy.copy(peft_config), get_causal_lm(model)
     for name in getattr(peft_config, "modules_to_save", None) or ():
         if unused := [part for part in left_out(inner) if f".{part}.".endswith(f".{name}.")]:
             raise ConfigError(f"modules_to_save names {name}, but text does not use {unused[0]}; leave it out.")

@@ -18,7 +18,7 @@ import torch
 
 from fullshard.config.errors import ConfigError
 from fullshard.distributed import engines, runtime
-from fullshard.distributed.ranks import agree, agree_locally, require_equal
+from fullshard.distributed.ranks import agree, require_equal, run_on_all_ranks
 from fullshard.distributed.watchdog import collectives
 from fullshard.lora.fused import report_sharded
 from fullshard.models.router_loss import has_router_loss
@@ -90,20 +90,20 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     base, earlier = folders.base, folders.adapter
     tokenizer = run.tokenizer
     if tokenizer is None:
-        tokenizer = agree_locally(lambda: read_tokenizer(config, folders.origin, earlier), "tokenizer")
+        tokenizer = run_on_all_ranks(lambda: read_tokenizer(config, folders.origin, earlier), "tokenizer")
     model, device = run.model, runtime.device()
     if base is not None:
-        model = agree_locally(lambda: read_model(config, base, device, say), "model without weights")
+        model = run_on_all_ranks(lambda: read_model(config, base, device, say), "model without weights")
     else:
         agree(lambda: take_model(model), "model in memory")
     own_tables = any(agree(lambda: has_own_tables(model, folders), "embeddings of the adapter"))
     requested = adapter.requested_config(config, run.peft_config)
     if requested is not None:
         fit = functools.partial(adapter.fitted_config, config, requested, model, say)
-        requested = agree_locally(lambda: fit(from_settings=run.peft_config is None), "adapter")
+        requested = run_on_all_ranks(lambda: fit(from_settings=run.peft_config is None), "adapter")
     held = model.peft_config[model.active_adapters[0]] if hasattr(model, "peft_config") else None
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
-    peft_config, grown = agree_locally(work, "vocabulary")
+    peft_config, grown = run_on_all_ranks(work, "vocabulary")
     model, packing = adapt_model(
         config, engine, model, tokenizer, peft_config, earlier, device, say, given=base is None,
         trains=run.train is not None,

@@ -20,8 +20,8 @@ from fullshard.data.loader import (
     Batch,
     BatchSampler,
     Collator,
+    GlobalBatch,
     Loader,
-    Pick,
     RowOrder,
     Step,
     TableSampler,
@@ -223,7 +223,7 @@ def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
 
 
 COUNTED = -1
-"""In a `Pick`: trained tokens, or tokens, that are counted in the batches of all ranks."""
+"""In a `GlobalBatch`: trained tokens, or tokens, that are counted in the batches of all ranks."""
 
 
 class NoRows:
@@ -249,7 +249,7 @@ class Steps(Protocol):
 
     def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]: ...
 
-    def next_epoch(self, pick: Pick) -> tuple[dict[str, Any] | None, int]:
+    def next_epoch(self, pick: GlobalBatch) -> tuple[dict[str, Any] | None, int]:
         """Leave out the rest of a pick's epoch: the position after it, and the number of steps left out."""
 
 
@@ -279,14 +279,14 @@ class StepLoader(Loader):
     def steps_per_epoch(self) -> int | None:
         return self.sampler.order.steps_per_epoch if isinstance(self.sampler, TableSampler) else None
 
-    def load(self, pick: Pick) -> Step:
+    def load(self, pick: GlobalBatch) -> Step:
         if (length := self.steps_per_epoch) is not None:  # as transformers counts: by micro-batches
             epoch, index = divmod(pick.number, length)
             each = -(-self.batch // (self.world * self.size))
             pick = dataclasses.replace(pick, epoch=epoch + min(1.0, (index + 1) * each / len(self)))
         return super().load(pick)
 
-    def next_epoch(self, pick: Pick) -> tuple[dict[str, Any] | None, int]:
+    def next_epoch(self, pick: GlobalBatch) -> tuple[dict[str, Any] | None, int]:
         if self.steps_per_epoch is None:
             raise ConfigError(
                 "a callback has set control.should_epoch_stop, but the data is streamed, and where its next epoch "
@@ -370,10 +370,10 @@ class ScriptLoader:
     def _step(self, number: int, index: int, length: int | None, group: list[tuple[Batch, bool]]) -> Step:
         epoch = (number + 1) / length if length else 0.0
         ends = length is not None and index + 1 == length
-        pick = Pick(number, np.arange(0), NO_ROWS, COUNTED, COUNTED, epoch, ends)
+        pick = GlobalBatch(number, np.arange(0), NO_ROWS, COUNTED, COUNTED, epoch, ends)
         return Step(pick, [[] if stands_in else [0] for _, stands_in in group], [batch for batch, _ in group])
 
-    def next_epoch(self, pick: Pick) -> tuple[dict[str, Any] | None, int]:
+    def next_epoch(self, pick: GlobalBatch) -> tuple[dict[str, Any] | None, int]:
         return None, -(pick.number + 1) % self.steps_per_epoch if self.steps_per_epoch else 0
 
     def one_pass(self) -> Iterator[Step]:

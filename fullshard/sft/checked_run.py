@@ -18,7 +18,7 @@ from typing import Any
 
 from fullshard.config.errors import ConfigError
 from fullshard.config.options import as_list
-from fullshard.config.paths import Inputs, held, looks_local
+from fullshard.config.paths import Inputs, list_contents, looks_local
 from fullshard.data.sources import DataSource
 from fullshard.distributed import engines
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
@@ -293,7 +293,7 @@ def _check_adapter(adapter: str) -> None:
     if path.is_dir():
         for needs in (CONFIG, WEIGHTS):
             if not (path / needs).is_file():
-                raise ConfigError(f"{option}: {path} has no {needs}; it holds {held(path)}.")
+                raise ConfigError(f"{option}: {path} has no {needs}; it holds {list_contents(path)}.")
     elif looks_local(adapter):
         raise ConfigError(f"{option}: {path} does not exist.")
 
@@ -303,7 +303,9 @@ def check_template_path(name: str) -> None:
     path = Path(name).expanduser()
     known = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
     if path.is_dir() and not any((path / file).is_file() for file in known):
-        raise ConfigError(f"chat_template_path: {path} has no {' or '.join(known[:2])}; it holds {held(path)}.")
+        raise ConfigError(
+            f"chat_template_path: {path} has no {' or '.join(known[:2])}; it holds {list_contents(path)}."
+        )
     if (looks_local(name) or path.suffix in (".jinja", ".j2")) and not path.exists():
         raise ConfigError(f"chat_template_path: {path} does not exist; expected a Jinja file or a folder.")
 
@@ -339,7 +341,7 @@ def check_model_folder(name: str, option: str = "model_name_or_path", needs: str
     if path.is_dir():
         check_config(path)
     if path.is_dir() and not (path / needs).is_file():
-        raise ConfigError(f"{option}: {path} has no {needs}; it holds {held(path)}.")
+        raise ConfigError(f"{option}: {path} has no {needs}; it holds {list_contents(path)}.")
     if path.is_file():
         raise ConfigError(f"{option}: {path} is a file; expected the folder that holds {needs}.")
     if looks_local(name) and not path.exists():

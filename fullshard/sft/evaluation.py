@@ -262,7 +262,7 @@ class Evaluation:
             collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
         loss, weight, rows, correct, entropy, router_loss, tokens = sums.tolist()
         found.rows = int(rows)
-        watch.check()
+        watch.raise_failure()
         metrics: dict[str, Any] = {}
         if self._context.compute_metrics is not None and found.predictions is not None and found.label_ids is not None:
             given = EvalPrediction(predictions=found.predictions, label_ids=found.label_ids)

@@ -9,7 +9,7 @@ from torch import nn
 
 from fullshard.config.errors import ConfigError
 from fullshard.device.torch_private import is_compiled
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.quant.bitsandbytes_layers import foreign_layers, take_over
 from fullshard.quant.quantize import packed_weights
 from fullshard.sft.checked_run import refuse_encoder
@@ -26,7 +26,7 @@ WRAPPERS = {
 def take_model(model: Any) -> None:
     """Prepare a model in memory for the run, in place: bitsandbytes' 4-bit layers become ours."""
     _check_kind(model)
-    inner = causal(model)
+    inner = get_causal_lm(model)
     _check_causal(inner)
     if empty := [name for name, p in model.named_parameters() if p.is_meta]:
         raise ConfigError(
@@ -51,7 +51,7 @@ def _check_kind(model: Any) -> None:
             f"model: {compiled[0] or type(model).__name__} is compiled already, but layers are compiled after they are "
             f"sharded; give the model without torch.compile, and set torch_compile."
         )
-    if not hasattr(causal(model), "config"):
+    if not hasattr(get_causal_lm(model), "config"):
         raise ConfigError(f"model is a {type(model).__name__} without a config; expected a model of transformers.")
 
 

@@ -43,7 +43,7 @@ class LaunchedStep:
         """Its metrics; waits until the device has computed them."""
         if self._result is None:
             loss, correct, entropy, router_loss, tokens, flos, norm = self._copy.read()
-            watch.check()  # the host has just waited for the device: what it read is valid only if no rank is lost
+            watch.raise_failure()  # the host has waited for the device: what it read is valid only if no rank is lost
             tokens = tokens or math.nan
             self._result = StepResult(
                 loss / runtime.world_size(), correct / tokens, entropy / tokens, router_loss / tokens, flos, norm

@@ -17,7 +17,7 @@ from fullshard.data.loader import Step
 from fullshard.device import accelerator
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import exchange
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.router_loss import has_router_loss
 from fullshard.report.reporter import Reporter, Window, memory_gib
 from fullshard.sft.batches import Steps, describe_data
@@ -46,7 +46,8 @@ class Loop:
     """Trains a sharded model. Every rank runs the same loop."""
 
     def __init__(
-        self, config: SFTConfig, state: TrainingState, steps: OptimizerSteps, head: LeanHead, loader: Steps | None,
+        self, config: SFTConfig, state: TrainingState, steps: OptimizerSteps, head: ChunkedLossHead,
+        loader: Steps | None,
         reporter: Reporter, functions: LoopFunctions, notify: Callbacks, *, evaluates_first: bool,
     ) -> None:  # fmt: skip
         self.config, self.state, self.steps, self.head, self.loader = config, state, steps, head, loader

@@ -20,7 +20,7 @@ from fullshard.distributed.ranks import agree, on_rank_0
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora import virtual_tokens
 from fullshard.models.attention import is_own
-from fullshard.models.causal_lm import causal, embedding_rows
+from fullshard.models.causal_lm import embedding_rows, get_causal_lm
 from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
 from fullshard.models.packing_check import PackingVerdict, try_packing
 from fullshard.models.rope_scaling import longest_document
@@ -69,7 +69,7 @@ def has_own_tables(model: Any, folders: Folders) -> bool:
         return bool(adapter_rows(folders.adapter))
     if folders.base is not None:
         return False
-    inner = causal(model)
+    inner = get_causal_lm(model)
     return other_rows(getattr(inner.config, "_name_or_path", None), inner.config)
 
 
@@ -128,7 +128,7 @@ def prepare_vocabulary(
         peft_config = adapter.with_tokens(peft_config, model, sorted({*new, *chosen}))
     elif hasattr(model, "peft_config"):
         held = model.peft_config[model.active_adapters[0]]
-        if adapter.missing_tokens(held, causal(model), new):
+        if adapter.missing_tokens(held, get_causal_lm(model), new):
             say("the new tokens are not trained: the model has its own adapter; name them in trainable_token_indices.")
     return Vocabulary(peft_config, embedding_rows(model) > rows)
 
@@ -186,7 +186,7 @@ def _resize(model: Any, size: int) -> None:
 
 def end_turns(model: Any, tokenizer: Any) -> None:
     """Add the tokenizer's end-of-text token to those that end the model's generation."""
-    settings = getattr(causal(model), "generation_config", None)
+    settings = getattr(get_causal_lm(model), "generation_config", None)
     if settings is None or tokenizer.eos_token_id is None:
         return
     known = settings.eos_token_id
@@ -197,7 +197,7 @@ def end_turns(model: Any, tokenizer: Any) -> None:
 
 def check_rows(model: Any, table: TokenTable) -> None:
     """Refuse rows that are longer than the model's positions, or have tokens without an embedding row."""
-    inner = causal(model)
+    inner = get_causal_lm(model)
     longest = int(table.facts["lengths"]["max"])
     positions, before = longest_document(inner.config), virtual_tokens.count(model)
     if positions is not None and longest + before > positions:
@@ -233,9 +233,9 @@ def choose_packing(
     trial_device = device if present else torch.device("cpu")
     work = functools.partial(try_packing, model, trial_device, uses_flash(model))
     verdict: PackingVerdict = on_rank_0(work, "packing check")
-    name = type(causal(model)).__name__
+    name = type(get_causal_lm(model)).__name__
     if verdict.way is not None:
-        if verdict.way.alone or (verdict.way.masks and not is_own(causal(model).config)):
+        if verdict.way.alone or (verdict.way.masks and not is_own(get_causal_lm(model).config)):
             say(f"packing: documents are kept apart in {name} by {verdict.way}.")
         return verdict.way
     if verdict.tried:
@@ -255,6 +255,6 @@ def packed_inputs(model: Any, method: PackingMethod | None, precision: str) -> P
     """What isolates packed documents in a model that needs more than position ids, and lets our own attention know
     which rows are packed; None for other models."""
     method = method or PackingMethod()
-    if method == PackingMethod() and not is_own(causal(model).config):
+    if method == PackingMethod() and not is_own(get_causal_lm(model).config):
         return None
-    return Packed(model, method, dtype_of(precision) if precision != "no" else causal(model).dtype)
+    return Packed(model, method, dtype_of(precision) if precision != "no" else get_causal_lm(model).dtype)

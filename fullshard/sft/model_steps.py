@@ -16,12 +16,12 @@ import torch
 
 from fullshard.device import accelerator
 from fullshard.distributed import engines
-from fullshard.distributed.ranks import agree_locally
+from fullshard.distributed.ranks import run_on_all_ranks
 from fullshard.fsdp import MixedPrecision
 from fullshard.lora.language_model import freeze_other_parts
 from fullshard.lora.model_size import count_parameters
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.embeddings import add_noise, offload_embedding
 from fullshard.models.packed_inputs import Packed, PackingMethod
 from fullshard.models.router_loss import set_router_loss
@@ -76,7 +76,7 @@ def adapt_model(
         say(line)
     choose_attention(config, model, device, given)
     packing = choose_packing(config, model, device, say, present=present) if config.keeps_apart else None
-    if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
+    if note := run_on_all_ranks(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
     if given and (chosen := config.base_dtype or quantization(config)) is not None:
         model = quantize_model(model, chosen)
@@ -95,7 +95,7 @@ class ReadyModel:
     engine: EngineSettings
     """The sharding settings, with the compiler where the settings leave it open."""
     packed: Packed | None
-    head: LeanHead
+    head: ChunkedLossHead
     precision: MixedPrecision
 
 
@@ -115,7 +115,7 @@ def ready_model(
     chunked = (
         config.chunked_loss and not engines.current().compiles_steps
     )  # there the compiler schedules the logits of a program
-    head = LeanHead(model, config.loss_chunk_tokens, chunked, loss, config.measures_entropy)
+    head = ChunkedLossHead(model, config.loss_chunk_tokens, chunked, loss, config.measures_entropy)
     if head.why_not:
         say(f"chunked_loss: {head.why_not}.")
     _place_embedding(config, model, device, say)

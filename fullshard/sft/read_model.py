@@ -17,7 +17,7 @@ from fullshard.config.errors import ConfigError, UserError, one_line
 from fullshard.device import accelerator
 from fullshard.lora.language_model import freeze_other_parts, train_language_model
 from fullshard.models.attention import NAME, use_own_attention
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.rope_scaling import scale_rope
 from fullshard.models.tiny_model import LAYERS, WIDTHS
 from fullshard.quant.config import Quantization, dense_dtype
@@ -178,12 +178,12 @@ def choose_attention(config: SFTConfig, model: Any, device: torch.device, given:
     if config.attn_implementation == NAME:
         if not use_own_attention(model):
             raise ConfigError(
-                f"attn_implementation is {NAME}, but {type(causal(model)).__name__} has an attention of its own; leave "
-                f"the setting out."
+                f"attn_implementation is {NAME}, but {type(get_causal_lm(model)).__name__} has an attention of its "
+                f"own; leave the setting out."
             )
         return
-    open_to_choice = not config.attn_implementation and not uses_flash(causal(model))
-    if given and getattr(causal(model).config, "_attn_implementation", None) != "sdpa":
+    open_to_choice = not config.attn_implementation and not uses_flash(get_causal_lm(model))
+    if given and getattr(get_causal_lm(model).config, "_attn_implementation", None) != "sdpa":
         open_to_choice = False
     if open_to_choice and accelerator.runs_inductor(device):
         use_own_attention(model)

@@ -18,8 +18,8 @@ from fullshard.distributed.ranks import on_rank_0
 from fullshard.distributed.terminal_text import print_text
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
 from fullshard.lora.plain_lora import make_plain
-from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
-from fullshard.models.causal_lm import causal
+from fullshard.lora.virtual_tokens import encoders, export_tensors, is_prompt
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.report.html_report import write_report
 from fullshard.report.loggers import attempt
 from fullshard.report.records import METRICS_FILE, REPORT_FILE
@@ -127,9 +127,9 @@ def _write_prompt(model: Any, folder: Path, values: dict[str, torch.Tensor]) -> 
         start, config = f"prompt_encoder.{adapter}.", model.peft_config[adapter]
         own = {name.removeprefix(start): value.float() for name, value in values.items() if name.startswith(start)}
         dtype = values[f"{start}embedding.weight"].dtype
-        table = {name: value.to(dtype) for name, value in as_file(encoder, own).items()}
+        table = {name: value.to(dtype) for name, value in export_tensors(encoder, own).items()}
         save_file(table, folder / WEIGHTS, metadata={"format": "pt"})
-        config.base_model_name_or_path = config.base_model_name_or_path or local_folder(causal(model))
+        config.base_model_name_or_path = config.base_model_name_or_path or local_folder(get_causal_lm(model))
         written = copy.copy(config)
         written.inference_mode = True
         written.save_pretrained(folder)

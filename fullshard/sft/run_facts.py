@@ -14,7 +14,7 @@ from fullshard.config.paths import replace_text
 from fullshard.data.token_table import LEFT_OUT, TokenTable, statistics
 from fullshard.device import accelerator
 from fullshard.distributed import engines, runtime
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.parallel.settings import resolved_launch
 from fullshard.quant.experts import NF4Experts
 from fullshard.quant.fp8_linear import FP8Linear
@@ -43,7 +43,7 @@ def write_facts(
 
 def about_run(config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int) -> dict[str, Any]:
     """What `settings.json` holds besides the settings; the model is sharded."""
-    base = parts.base or local_folder(causal(parts.model))
+    base = parts.base or local_folder(get_causal_lm(parts.model))
     return {
         "changed": config.changed(),
         "name": config.run_name,

@@ -19,8 +19,8 @@ from fullshard.data.render_chat import Conversation
 from fullshard.data.template_fields import adapt_messages
 from fullshard.data.token_table import TokenTable
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import agree_locally, exchange
-from fullshard.models.causal_lm import causal
+from fullshard.distributed.ranks import exchange, run_on_all_ranks
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.generate import StopCriteria, answer, generation_prompt
 from fullshard.report.records import Sample
 from fullshard.sft.prompts import Question, read_prompts
@@ -52,7 +52,7 @@ class Samples:
 
 def choose_prompts(config: SFTConfig, model: Any, evaluation: TokenTable | None, tokenizer: Any) -> list[Prompt]:
     """The prompts that the settings ask for and that fit into the model. All ranks must call it."""
-    found = agree_locally(lambda: prompts_of(config, evaluation, tokenizer), "sample prompts")
+    found = run_on_all_ranks(lambda: prompts_of(config, evaluation, tokenizer), "sample prompts")
     return _that_fit(found, model, config.sample_max_new_tokens)
 
 
@@ -126,7 +126,7 @@ def _asked(question: Question, tokenizer: Any, config: SFTConfig) -> Prompt:
 
 def _that_fit(prompts: list[Prompt], model: Any, limit: int) -> list[Prompt]:
     """The prompts that leave the model room for an answer; a warning counts the others."""
-    positions = getattr(causal(model).config, "max_position_embeddings", None)
+    positions = getattr(get_causal_lm(model).config, "max_position_embeddings", None)
     room = positions - limit if isinstance(positions, int) else None
     fitting = [p for p in prompts if p.tokens and (room is None or len(p.tokens) <= room)]
     if len(fitting) < len(prompts) and runtime.is_main():

@@ -12,7 +12,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.config.paths import refuse_inputs
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import agree
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.sft import results
 from fullshard.sft.hub import Hub
 from fullshard.sft.model import local_folder
@@ -123,5 +123,5 @@ class CheckpointSaver:
         loop, parts = self._context.loop, self._context.parts
         return Summary(
             self._context.args, loop.progress, loop.logged_steps, loop.reporter.history,
-            parts.base or local_folder(causal(parts.model)), hasattr(parts.model, "peft_config"),
+            parts.base or local_folder(get_causal_lm(parts.model)), hasattr(parts.model, "peft_config"),
         )  # fmt: skip

@@ -391,11 +391,11 @@ class SFTConfig(
 
     def schedule_settings(self) -> dict[str, Any]:
         """The options of the learning-rate schedule, with defaults filled in."""
-        return lr_schedule.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)  # type: ignore[arg-type]
+        return lr_schedule.check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)  # type: ignore[arg-type]
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """The arguments of the optimizer in `optim_args`, converted; an error if the optimizer is not supported."""
-        return optimizer_names.check(self.optim, self.optim_args or {}, self.optim_target_modules)  # type: ignore[arg-type]
+        return optimizer_names.check_arguments(self.optim, self.optim_args or {}, self.optim_target_modules)  # type: ignore[arg-type]
 
     @classmethod
     def from_checked(cls, values: dict[str, Any]) -> Self:

@@ -23,7 +23,7 @@ from fullshard.data.prepared_rows import prepared_rows
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import agree, on_rank_0
 from fullshard.distributed.terminal_text import print_text
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.generate import stop_criteria
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.settings import EngineSettings
@@ -159,7 +159,7 @@ class SFTTrainer:
         for note in run.notes:
             say(f"note: {note}")
         parts = assemble.gather_parts(run, say)
-        if hasattr(inner := causal(parts.model), "add_model_tags"):
+        if hasattr(inner := get_causal_lm(parts.model), "add_model_tags"):
             inner.add_model_tags(list(self._tag_names))
         inputs = _with_downloads(run, config, parts)
         self._samples = _choose_samples(config, parts)

@@ -24,7 +24,7 @@ from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.models.attention import is_own
 from fullshard.models.attention_masks import BLOCK
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.router_loss import has_router_loss
 from fullshard.models.token_loss import known_count
@@ -58,7 +58,7 @@ class TrainingStep:
 
     def collator(self, seen: bool) -> Any:
         model, pad = self._context.parts.model, self._context.parts.tokenizer.pad_token_id
-        block = BLOCK if is_own(causal(model).config) else None
+        block = BLOCK if is_own(get_causal_lm(model).config) else None
         return make_collator(
             self._context.args, pad, uses_flash(model), has_router_loss(model), seen, self._context.data_collator, block
         )
@@ -128,7 +128,7 @@ class TrainingStep:
     @property
     def model_accepts_loss_kwargs(self) -> bool:
         """Whether the model's own loss can be divided by a given number of tokens."""
-        model = causal(self._context.parts.model)
+        model = get_causal_lm(self._context.parts.model)
         accepts = getattr(model, "accepts_loss_kwargs", None)
         if accepts is not None:
             return bool(accepts)
@@ -249,7 +249,7 @@ class TrainingStep:
     def _dense_parameters(self) -> int:
         model = self._context.parts.model
         if self._dense[0] is not model:
-            self._dense = model, causal(model).num_parameters(exclude_embeddings=True)
+            self._dense = model, get_causal_lm(model).num_parameters(exclude_embeddings=True)
         return self._dense[1]
 
     def add_flos(self, flos: float) -> None:

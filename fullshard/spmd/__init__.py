@@ -45,7 +45,7 @@ elif engines.can_be_used():
 def __getattr__(name: str) -> Any:
     if name in __all__:  # the engine's
         return getattr(engines.current().layouts, name)
-    return guide_names.find(__name__, "xs", name)
+    return guide_names.find_guide_name(__name__, "xs", name)
 
 
 __all__ = [

@@ -169,7 +169,7 @@ class HybridMesh(Mesh):
         self.ici_mesh_shape, self.dcn_mesh_shape = inner, outer
 
 
-class AbsentMesh(Mesh):
+class VirtualMesh(Mesh):
     """A mesh whose devices need not exist: for plans. Nothing can be sharded or sent over it."""
 
     def __init__(self, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None):

@@ -76,7 +76,7 @@ def dispatch(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run(op: Any, flat: list[Any], tree: Any, mesh: DeviceMesh) -> Any:
-    rule = rules.find(op, flat)
+    rule = rules.find_rule(op, flat)
     if rule is not None:
         args, kwargs = tree_unflatten(flat, tree)
         out = rule(op, args, kwargs)

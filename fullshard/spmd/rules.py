@@ -232,7 +232,7 @@ def extreme_index(op: Any, args: Any, kwargs: Any) -> Any:
 aten = torch.ops.aten
 
 
-def find(op: Any, flat: list[Any]) -> Rule | None:
+def find_rule(op: Any, flat: list[Any]) -> Rule | None:
     """Our rule for an operator; None without one."""
     if torch.Tag.nondeterministic_seeded in op.tags and not _torch_draws(op, flat):
         return RULES.get(op, draw_replicated)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.config.errors import WeightsError
-from fullshard.config.paths import held
+from fullshard.config.paths import list_contents
 from fullshard.lora import virtual_tokens
 from fullshard.lora.adapter_config import WEIGHTS, read_config
 from fullshard.weights.config_limits import check_config
@@ -27,7 +27,7 @@ def open_adapter(folder: str | Path) -> SafetensorsFiles:
     """Open the weights of an adapter."""
     path = Path(folder)
     if not (path / WEIGHTS).is_file():
-        contents = held(path) if path.is_dir() else "nothing"
+        contents = list_contents(path) if path.is_dir() else "nothing"
         raise WeightsError(f"{path} contains no adapter: it has no {WEIGHTS} (it contains {contents})")
     return open_source(inside(path / WEIGHTS, path))
 

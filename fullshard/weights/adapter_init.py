@@ -73,7 +73,7 @@ class DerivedAdapter:
         return self.subtracts or self.method in ("loftq", "orthogonal")
 
 
-def find(
+def find_derived_adapters(
     model: nn.Module, by_site: Mapping[Any, ShardedParameter], loaded: Mapping[str, TensorReader],
     dense: Mapping[int, TensorReader], packed: Mapping[nn.Module, Mapping[str, TensorReader]],
     first: Mapping[str, TensorReader],

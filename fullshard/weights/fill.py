@@ -21,7 +21,7 @@ from fullshard.config.errors import WeightsError
 from fullshard.device.torch_private import buffers_of
 from fullshard.distributed import runtime
 from fullshard.distributed.progress import Bar
-from fullshard.distributed.ranks import agree, agree_locally
+from fullshard.distributed.ranks import agree, run_on_all_ranks
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.weights import adapter_init, init
@@ -164,7 +164,7 @@ def _load(
     agree(read, "load", error=WeightsError)
     for module, readers, parameters in plan.self_loading:
         pieces = {name: piece_of(p) for name, p in parameters.items()}
-        parts = agree_locally(functools.partial(module.read_files, readers, pieces), "load", error=WeightsError)
+        parts = run_on_all_ranks(functools.partial(module.read_files, readers, pieces), "load", error=WeightsError)
         module.finish_reading(parts, pieces)
     adapter_init.derive(model, plan.parameters, plan.derived, seed, progress)
     if transform is not None:

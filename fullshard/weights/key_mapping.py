@@ -41,7 +41,7 @@ _BASE_LAYER = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|
 
 
 @dataclass
-class Found:
+class KeyMatch:
     """What the files contain for a model."""
 
     readers: dict[str, TensorReader] = field(default_factory=dict)
@@ -71,18 +71,18 @@ def plain_name(name: str, prefix: str) -> str:
 
 def find_readers(
     model: PreTrainedModel | None, shapes: Shapes, source: SafetensorsFiles, key_mapping: Any = None
-) -> Found:
+) -> KeyMatch:
     """A reader for every wanted tensor that the files contain, under whatever name."""
     if model is None:
         readers: dict[str, TensorReader] = {
             name: Stored(source, source.entries[name]) for name in shapes if name in source.entries
         }
-        return Found(readers, [name for name in source.entries if name not in shapes])
+        return KeyMatch(readers, [name for name in source.entries if name not in shapes])
     away = {name: tuple(t.shape) for name, t in left_out_tensors(model).items()}
     with complete(model):
         conversions = get_model_conversion_mapping(model, key_mapping)
         direct, fused, lost = _assign(model, {**shapes, **away}, source, conversions)
-    result = Found()
+    result = KeyMatch()
     for name, entry_name in direct.items():
         if name in away:
             result.left_out.append(entry_name)

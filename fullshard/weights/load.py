@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from fullshard.config.errors import WeightsError, one_line
 from fullshard.device.torch_private import parameters_of
 from fullshard.distributed import engines, runtime
-from fullshard.distributed.ranks import agree, agree_locally, host_group
+from fullshard.distributed.ranks import agree, host_group, run_on_all_ranks
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.shard import broadcast
 from fullshard.fsdp.strategy import ShardingStrategy
@@ -114,7 +114,7 @@ def load_pretrained(
         return model
 
     with contextlib.ExitStack() as stack:
-        model: Any = agree_locally(build, "build", error=WeightsError)
+        model: Any = run_on_all_ranks(build, "build", error=WeightsError)
         stack.callback(opened[0].close)
         untie_what_differs(model, opened[0], key_mapping)
         model.eval()

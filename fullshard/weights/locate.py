@@ -11,7 +11,7 @@ from typing import Any
 
 from fullshard.config.errors import WeightsError
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import agree, agree_locally
+from fullshard.distributed.ranks import agree, run_on_all_ranks
 from fullshard.lora.adapter_config import CONFIG
 from fullshard.weights.safetensors_files import SafetensorsFiles
 
@@ -188,7 +188,7 @@ def resolve(name: str | Path, **options: Any) -> Path:
 
     first = runtime.local_rank() == 0
     agree(lambda: fetch(first), "download", error=WeightsError)
-    return Path(agree_locally(lambda: fetch(True), "download", error=WeightsError) or "")
+    return Path(run_on_all_ranks(lambda: fetch(True), "download", error=WeightsError) or "")
 
 
 def _snapshot(name: str, **options: Any) -> str:

@@ -272,7 +272,9 @@ class _Matcher:
         plan = self.plan
         dense = {id(p): reader for p, reader in plan.reads}
         packed = {module: readers for module, readers, _ in plan.self_loading}
-        plan.derived = adapter_init.find(self.model, self.by_site, self.from_adapter, dense, packed, first)
+        plan.derived = adapter_init.find_derived_adapters(
+            self.model, self.by_site, self.from_adapter, dense, packed, first
+        )
         computed = {id(one.parameters[kind]) for one in plan.derived for kind in one.computed if kind in one.parameters}
         plan.initialize = [p for p in plan.initialize if id(p) not in computed]
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from fullshard.config.errors import WeightsError
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import agree, agree_locally, host_group
+from fullshard.distributed.ranks import agree, host_group, run_on_all_ranks
 from fullshard.fsdp.write_count import piece_of, writes_of
 from fullshard.weights.block_checksums import UNKNOWN, remembered
 from fullshard.weights.locate import weight_files
@@ -121,7 +121,7 @@ def shared_checksums(source: SafetensorsFiles) -> dict[str, str]:
     _combine(source)
     missing = source.blocks.missing()
     mine = np.array_split(missing, runtime.world_size())[runtime.rank()]
-    agree_locally(lambda: source.read_blocks(mine), "checksums", error=WeightsError)
+    run_on_all_ranks(lambda: source.read_blocks(mine), "checksums", error=WeightsError)
     if len(missing):
         _combine(source)
     return source.checksums()

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fullshard.config.errors import WeightsError
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import agree_locally, host_group
+from fullshard.distributed.ranks import host_group, run_on_all_ranks
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh
@@ -68,7 +68,7 @@ def grown_reader(reader: TensorReader, rows: int, alone: bool = False) -> Tensor
 def mean_row(reader: TensorReader) -> torch.Tensor:
     """The mean over dim 0, in fp64."""
     block_sums = functools.partial(_block_sums, reader, runtime.rank(), runtime.world_size())
-    sums = agree_locally(block_sums, "mean of token rows", error=WeightsError)
+    sums = run_on_all_ranks(block_sums, "mean of token rows", error=WeightsError)
     if runtime.world_size() > 1:
         dist.all_reduce(sums, group=host_group())  # each block is zero on all ranks but one: exact
     return _mean(sums, reader.shape[0])

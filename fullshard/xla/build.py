@@ -16,7 +16,7 @@ from fullshard.distributed import runtime
 from fullshard.fsdp import checks, shard
 from fullshard.fsdp import policy as policies
 from fullshard.fsdp.extended_class import WrappedModule, extended_class
-from fullshard.fsdp.plan_model import Earlier, plan_model, replica_axes, terms_of, with_children
+from fullshard.fsdp.plan_model import AlreadySharded, plan_model, replica_axes, terms_of, with_children
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
@@ -137,7 +137,7 @@ def _make_units(
     terms = terms_of(
         options.mesh, options.strategy, options.precision, options.extra_data_axis, 0, point_to_point=False
     )
-    known = {id(p.parameter): Earlier(p.plan, unit.module) for unit in inner for p in unit.parameters}
+    known = {id(p.parameter): AlreadySharded(p.plan, unit.module) for unit in inner for p in unit.parameters}
     # A parameter that another module still holds as it was before a part of the model was wrapped.
     originals = {id(p): known.get(id(shard.replaced[p].parameter)) for p in root.parameters() if p in shard.replaced}
     known |= {key: earlier for key, earlier in originals.items() if earlier is not None}

@@ -72,7 +72,7 @@ class XLAEngine:
         """torch_xla's own object, or the error that names the replacement."""
         from fullshard.xla import upstream_names
 
-        return upstream_names.find(module, known_as, name, instead)
+        return upstream_names.find_upstream_name(module, known_as, name, instead)
 
     def check_sharding(self, settings: Any) -> None:
         """Refuse sharding settings that the compiler decides or does not have."""

@@ -31,7 +31,7 @@ INSTEAD = {
 }
 
 
-def find(module: str, known_as: str, name: str, instead: str) -> Any:
+def find_upstream_name(module: str, known_as: str, name: str, instead: str) -> Any:
     """torch_xla's own object for a name; `instead` is what the torch engine's refusal recommends."""
     if known_as in guide_names.MODULES:
         return getattr(importlib.import_module(guide_names.MODULES[known_as][0]), name)

@@ -17,8 +17,8 @@ from fullshard.data.encode import TextSettings
 from fullshard.data.loader import (
     IGNORED,
     Collator,
+    GlobalBatch,
     Loader,
-    Pick,
     RowOrder,
     TableSampler,
     load_table,
@@ -140,7 +140,7 @@ def test_an_error_comes_after_the_steps_before_it(tmp_path: Path, workers: int) 
     class BatchSampler:
         batch = 5
 
-        def picks(self, start: int, end: int, position: Any) -> Generator[Pick, None, None]:
+        def picks(self, start: int, end: int, position: Any) -> Generator[GlobalBatch, None, None]:
             try:
                 yield from plain.picks(start, 4, None)
                 raise DataError("no more")

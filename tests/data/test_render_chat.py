@@ -406,8 +406,12 @@ def test_a_path_without_a_template(tmp_path: Path) -> None:
 
 
 def test_variables_that_are_asked_for_first_are_fine() -> None:
-    chat_template.check("{% if tools is defined %}{{ tools }}{% endif %}{% if think %}x{% endif %}{{ messages }}", "x")
-    chat_template.check("{{ date | default('today') }}{{ strftime_now('%Y') }}{{ bos_token }}{{ messages }}", "x")
+    chat_template.check_template(
+        "{% if tools is defined %}{{ tools }}{% endif %}{% if think %}x{% endif %}{{ messages }}", "x"
+    )
+    chat_template.check_template(
+        "{{ date | default('today') }}{{ strftime_now('%Y') }}{{ bos_token }}{{ messages }}", "x"
+    )
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}{{ messages }}"

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def test_an_accelerator_without_an_entry_or_a_run_is_noted(
     found: str, kind: str, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerator, "found", lambda: found)
+    monkeypatch.setattr(accelerator, "reported_kind", lambda: found)
     assert accelerator.kind() == kind
     assert note in runtime.device_note() and bool(note) == bool(runtime.device_note())
 
@@ -40,7 +40,7 @@ def test_an_accelerator_without_an_entry_or_a_run_is_noted(
 def test_the_note_is_logged_once_when_the_run_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(accelerator, "found", lambda: "mps")
+    monkeypatch.setattr(accelerator, "reported_kind", lambda: "mps")
     monkeypatch.setattr(runtime.get_logger(), "propagate", True)
     runtime.forget_warnings()
     try:

@@ -102,7 +102,7 @@ def test_a_slow_rank_is_reported_and_left_alone():
     else:
         assert not heard.lines
     assert rank_state.current.failure is None
-    watch.check()
+    watch.raise_failure()
 
 
 @pytest.mark.slow
@@ -288,12 +288,12 @@ def test_with_a_verdict_nobody_else_takes_communicators_of_nccl_apart():
 
 
 def test_a_verdict_stops_everything_that_would_use_a_result(alone):
-    watch.check()
+    watch.raise_failure()
     assert watch.cause(RuntimeError("an error of its own")) is None
     rank_state.current.failure = Failure("rank 1 is gone", rank_lost=True)
     assert isinstance(watch.cause(RuntimeError("an error that follows")), RankLostError)
     with pytest.raises(RankLostError, match="rank 1 is gone") as caught:
-        watch.check()
+        watch.raise_failure()
     assert caught.value.exit_code == EXIT_RANK_LOST and rank_state.current.raised
 
 

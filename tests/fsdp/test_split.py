@@ -17,7 +17,7 @@ from fullshard import load_state, save_state
 from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, ShardingPlan, plan_layout
 from fullshard.fsdp.plan import UnitPlan
-from fullshard.fsdp.plan_layout import Terms, plan_parameter, plan_unit
+from fullshard.fsdp.plan_layout import PlanInputs, plan_parameter, plan_unit
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
@@ -35,11 +35,13 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
         return Mesh(range(math.prod(shape)), shape, names)
 
 
-def _terms(count: int, precision: str | None = None) -> Terms:
-    return Terms(_mesh((count,), ("fsdp",)), ShardingStrategy.FULL_SHARD, MixedPrecision.of(precision))
+def _terms(count: int, precision: str | None = None) -> PlanInputs:
+    return PlanInputs(_mesh((count,), ("fsdp",)), ShardingStrategy.FULL_SHARD, MixedPrecision.of(precision))
 
 
-def _unit(shapes: dict[str, tuple[int, ...]], terms: Terms, dtype: torch.dtype, trainable: bool = True) -> UnitPlan:
+def _unit(
+    shapes: dict[str, tuple[int, ...]], terms: PlanInputs, dtype: torch.dtype, trainable: bool = True
+) -> UnitPlan:
     plans = [plan_parameter([name], shape, dtype, trainable, None, terms) for name, shape in shapes.items()]
     return plan_unit("unit", "Unit", plans)
 
@@ -92,7 +94,7 @@ def test_packed_bytes_are_rows_of_groups():
 
 def test_annotations_stay():
     mesh = _mesh((1024, 4), ("fsdp", "model"))
-    terms = Terms(mesh, ShardingStrategy.FULL_SHARD, MixedPrecision.of(None))
+    terms = PlanInputs(mesh, ShardingStrategy.FULL_SHARD, MixedPrecision.of(None))
 
     def spec(shape, given):
         return plan_parameter(["p"], shape, torch.float32, True, Layout.of(mesh, given, shape), terms).spec

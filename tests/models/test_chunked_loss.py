@@ -14,7 +14,7 @@ from fullshard.data.encode import TextSettings
 from fullshard.data.loader import Collator, load_table
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.sources import row_source
-from fullshard.models.chunked_loss import FUSED_BYTES, LeanHead, _Options, chunked_cross_entropy
+from fullshard.models.chunked_loss import FUSED_BYTES, ChunkedLossHead, _Options, chunked_cross_entropy
 from fullshard.models.deferred_logits import DeferredLogits, SoftCap
 from fullshard.models.token_loss import TokenLoss
 from tests.data.tiny import make_tokenizer, text_rows
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(name: str, chunk: int) -> 
     (expected / 3).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    head = LeanHead(model, chunk, entropy=True)
+    head = ChunkedLossHead(model, chunk, entropy=True)
     assert head.head is not None, head.why_not
     with head.loss_pass() as measured:
         output = model(input_ids=ids, labels=labels, use_cache=False)
@@ -112,7 +112,7 @@ def test_logits_never_exist_as_a_whole(counted: bool, monkeypatch: pytest.Monkey
     plain_loss(model(input_ids=ids).logits, labels).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    head = LeanHead(model, 5)
+    head = ChunkedLossHead(model, 5)
     monkeypatch.setattr(F, "linear", spy)
     if counted:
         labels.trained_tokens = (24, labels._version)  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def test_a_count_from_before_the_labels_were_changed_is_not_used() -> None:
 def test_a_frozen_head_gets_no_gradient() -> None:
     model = build("llama")
     model.lm_head.weight.requires_grad_(False)
-    head = LeanHead(model, 4)
+    head = ChunkedLossHead(model, 4)
     ids, labels = batch()
     with head.loss_pass():
         model(input_ids=ids, labels=labels).loss.backward()
@@ -175,7 +175,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["llama", "gemma2: soft-cap", "phi: bias"])
 def test_without_gradients_none_are_computed(name: str) -> None:
     model = build(name)
-    head, (ids, labels) = LeanHead(model, 4), batch()
+    head, (ids, labels) = ChunkedLossHead(model, 4), batch()
 
     def operators() -> list[str]:
         with Operators() as seen, torch.no_grad(), head.loss_pass():
@@ -191,7 +191,7 @@ def test_generation_and_plain_logits_are_untouched() -> None:
     model = build("llama").float()
     ids, labels = batch()
     before, loss = model(input_ids=ids).logits, model(input_ids=ids, labels=labels).loss
-    LeanHead(model, 4)
+    ChunkedLossHead(model, 4)
     assert torch.equal(model(input_ids=ids).logits, before)
     assert torch.equal(model(input_ids=ids, labels=labels).loss, loss), "the model's own outside loss_pass"
     assert model.generate(ids[:1], max_new_tokens=3, do_sample=False).shape == (1, ids.shape[1] + 3)
@@ -223,7 +223,7 @@ def test_a_head_that_is_no_plain_linear_layer_is_said_and_exact() -> None:
     head = Head(32, 97, bias=False).double()
     head.weight = model.lm_head.weight
     model.lm_head = head
-    lean = LeanHead(model)
+    lean = ChunkedLossHead(model)
     assert "the output head is Head" in lean.why_not
     with lean.loss_pass():
         torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, expected, rtol=1e-12, atol=0)
@@ -301,7 +301,7 @@ def test_packed_documents_have_the_losses_they_have_alone(name: str, attention: 
 def test_text_rows_of_the_tiny_model_pack_alike(tmp_path: Path) -> None:
     """The summed loss of a whole data set, packed or not, with the model and loss that training uses."""
     model = make_model().double()
-    head = LeanHead(model, 16)
+    head = ChunkedLossHead(model, 16)
     sums = []
     for packing in (False, True):
         table = load_table(

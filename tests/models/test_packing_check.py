@@ -28,7 +28,7 @@ from fullshard.data.loader import Collator
 from fullshard.data.pretokenized import IGNORED
 from fullshard.distributed import runtime
 from fullshard.models import packing_check
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.packed_inputs import Packed, PackingMethod
 from fullshard.models.packing_check import LEAKS, Trial, try_packing
 from fullshard.models.tiny_model import small_models
@@ -69,7 +69,7 @@ def runnable(model: Any) -> Any:
 
 
 def summed(model: Any, way: PackingMethod, collator: Collator, rows: list[Any]) -> float:
-    head, packed, batch = LeanHead(model, 16), Packed(model, way), collator(Rows(), rows)
+    head, packed, batch = ChunkedLossHead(model, 16), Packed(model, way), collator(Rows(), rows)
     with torch.no_grad(), packed.rows(batch), head.loss_pass() as measured:
         model(**batch, use_cache=False)
     return float(measured.sums[0])
@@ -103,7 +103,7 @@ def check_own_loss(model: Any) -> None:
     own.backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    head = LeanHead(model, 7)
+    head = ChunkedLossHead(model, 7)
     with head.loss_pass(scale=1 / int((batch["labels"][:, 1:] != IGNORED).sum())):
         loss = model(**batch, use_cache=False).loss
     loss.backward()

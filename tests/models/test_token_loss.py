@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from fullshard.config.errors import ConfigError
 from fullshard.device.torch_private import NoTorchFunction
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.deferred_logits import DeferredLogits, soft_cap
 from fullshard.models.token_loss import TokenLoss
 from tests.sft.tiny import make_model
@@ -40,7 +40,7 @@ def test_values_and_gradients(kind: TokenLoss, chunked: bool) -> None:
     wanted.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    head = LeanHead(model, chunk_tokens=4, chunked=chunked, kind=kind)
+    head = ChunkedLossHead(model, chunk_tokens=4, chunked=chunked, kind=kind)
     targets = int((labels[:, 1:] != -100).sum())
     with head.loss_pass(1 / targets, targets) as measured:
         loss = model(input_ids=ids, labels=labels).loss
@@ -55,7 +55,7 @@ def test_values_and_gradients(kind: TokenLoss, chunked: bool) -> None:
 def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
     model = make_model().float()
     model.loss_function = lambda logits, labels, **kwargs: logits.float().mean()
-    head = LeanHead(model, kind=TokenLoss(smoothing=0.1))
+    head = ChunkedLossHead(model, kind=TokenLoss(smoothing=0.1))
     ids = torch.randint(0, model.config.vocab_size, (1, 5))
     with pytest.raises(ConfigError, match="computes a loss of its own"), head.loss_pass():
         model(input_ids=ids, labels=ids)

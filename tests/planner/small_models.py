@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import fuse_mlps
-from fullshard.models.causal_lm import causal
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.causal_lm import get_causal_lm
+from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.layer_groups import gated_mlps, shared_inputs
 from fullshard.models.packed_inputs import Packed, PackingMethod
 from fullshard.quant.quantize import quantize_model
@@ -54,8 +54,8 @@ def planned(
     if fused:
         fuse_lora(model, shared_inputs(model))
         fuse_mlps(model, gated_mlps(model))
-    head = LeanHead(model, chunk_tokens, chunked)
-    block = causal(model)
+    head = ChunkedLossHead(model, chunk_tokens, chunked)
+    block = get_causal_lm(model)
     layers = [n for n, m in model.named_modules() if type(m).__name__ in block._no_split_modules]
     return SimpleNamespace(
         model=model, head=head, kinds={n: n for n in layers}, precision=MixedPrecision.of(precision),

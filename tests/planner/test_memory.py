@@ -22,7 +22,7 @@ from fullshard.fsdp import build, comm
 from fullshard.fsdp.compile import VARIANT
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
-from fullshard.models.causal_lm import causal
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.parallel import model as parallelize
 from fullshard.planner.memory import MemoryEstimate, MemoryOptions, StateMemory, estimate_memory, state_memory
 from fullshard.planner.memory_settings import SLACK, kept_bytes
@@ -385,7 +385,7 @@ class Levels(TrainerCallback):
         self.seen = seen
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
-        self.seen.append([vars(layer)[VARIANT] for layer in causal(model).model.layers])
+        self.seen.append([vars(layer)[VARIANT] for layer in get_causal_lm(model).model.layers])
 
 
 @ranks(1, 2, slow=(2,))

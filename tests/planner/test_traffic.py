@@ -129,14 +129,14 @@ def test_norms_and_metrics(monkeypatch):
 
 def plan_of(strategy: str, world: int, replicas: int = 1) -> ShardingPlan:
     """The plan of a stack of layers on a mesh that is not there, from the plan of one rank."""
-    from fullshard.fsdp.plan_layout import Terms, plan_parameter, plan_unit
+    from fullshard.fsdp.plan_layout import PlanInputs, plan_parameter, plan_unit
     from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
-    from fullshard.spmd.mesh import AbsentMesh
+    from fullshard.spmd.mesh import VirtualMesh
 
     hybrid = strategy.startswith("HYBRID")
     shape, names = ((replicas, world // replicas), ("replica", "fsdp")) if hybrid else ((world,), ("fsdp",))
-    mesh = AbsentMesh(shape, names)
-    terms = Terms(mesh, ShardingStrategy[strategy], MixedPrecision.of("bf16"), ("replica",) if hybrid else ())
+    mesh = VirtualMesh(shape, names)
+    terms = PlanInputs(mesh, ShardingStrategy[strategy], MixedPrecision.of("bf16"), ("replica",) if hybrid else ())
     stack = Stack(width=64)
     owner = {name: ".".join(name.split(".")[:2]) if name.startswith("blocks") else "" for name, _ in
              stack.named_parameters()}  # fmt: skip

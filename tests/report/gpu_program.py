@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.data.chat_template import BUILT_IN
 from fullshard.launch.chat import FOUR_BITS, Chat, load_chat_model
-from fullshard.launch.find_result import find
+from fullshard.launch.find_result import find_result
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantize import quantize_model
 from tests.data.tiny import make_tokenizer
@@ -63,7 +63,7 @@ def main(place: Path) -> None:
     )
     given = torch.tensor([ids], device="cuda")
     for name, (folder, four_bits, model) in cases.items():
-        loaded = load_chat_model(find(str(folder)), device="cuda", four_bits=four_bits)
+        loaded = load_chat_model(find_result(str(folder)), device="cuda", four_bits=four_bits)
         assert any(isinstance(m, NF4Linear) for m in loaded.model.modules()) == four_bits
         began = time.monotonic()
         reply = Chat(loaded, None, LIMIT).ask("the red bird")

@@ -15,7 +15,7 @@ from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.plan_model import plan_model, terms_of
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
 from fullshard.quant.quantize import quantize_model
-from fullshard.spmd.mesh import AbsentMesh
+from fullshard.spmd.mesh import VirtualMesh
 from tests.fsdp.programs import llama, mixtral
 
 NAME = "<img src=x onerror=alert(1)>\x1b[31m]]> [bold] \"'&"
@@ -57,7 +57,7 @@ def make_plan(
     mesh = mesh or {"fsdp": 4}
     model, layer = make_model(kind)
     chosen = [module for module in model.modules() if isinstance(module, layer)]
-    absent = AbsentMesh(tuple(mesh.values()), tuple(mesh))
+    absent = VirtualMesh(tuple(mesh.values()), tuple(mesh))
     terms = terms_of(
         absent, ShardingStrategy[strategy], MixedPrecision.of(precision), None, None, point_to_point=True
     )  # fmt: skip

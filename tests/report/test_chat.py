@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard.config.errors import ConfigError
 from fullshard.launch.chat import Chat, _TextStream, load_chat_model, save
-from fullshard.launch.find_result import find
+from fullshard.launch.find_result import find_result
 from fullshard.models.generate import Sampling, StopCriteria, stop_criteria
 from fullshard.quant.sharded_groups import Scheme
 from tests.data.tiny import make_tokenizer
@@ -40,7 +40,7 @@ def expected(model: Any, tokenizer: Any, messages: list[dict[str, str]], **optio
 
 def assert_talks_like(name: Path, plain: Any, four_bits: bool | None = None, base: str | None = None) -> None:
     """Two turns and a system prompt: text and number of tokens are those of the plain model."""
-    loaded = load_chat_model(find(str(name), base), four_bits=four_bits)
+    loaded = load_chat_model(find_result(str(name), base), four_bits=four_bits)
     chat, tokenizer = Chat(loaded, "be brief", LIMIT), loaded.tokenizer
     history = [{"role": "system", "content": "be brief"}]
     for text in ("the red bird", "and the old stone?"):
@@ -68,10 +68,10 @@ def test_answers_are_those_of_generate(tmp_path: Path) -> None:
     scheme = Scheme(double=True)
     assert_talks_like(base, rounded(plain(), scheme), four_bits=True)
     assert_talks_like(adapter, PeftModel.from_pretrained(rounded(plain(), scheme), adapter), four_bits=True)
-    loaded = load_chat_model(find(str(base)), four_bits=True)
+    loaded = load_chat_model(find_result(str(base)), four_bits=True)
     loaded.model.save_pretrained(tmp_path / "packed", tokenizer=loaded.tokenizer)
     assert_talks_like(tmp_path / "packed", rounded(plain(), scheme))
-    loaded = load_chat_model(find(str(base)))
+    loaded = load_chat_model(find_result(str(base)))
     with pytest.raises(
         ConfigError, match=r"the conversation has 3\d\d tokens, but the model has 256 positions; start a new one"
     ):
@@ -85,7 +85,7 @@ def test_answers_are_those_of_generate(tmp_path: Path) -> None:
         assert reply.text == loaded.tokenizer.decode(tokens, skip_special_tokens=True)
     moved = shutil.move(base, tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"base of the adapter in .*/base does not exist; set the folder .* --base"):
-        find(str(adapter))
+        find_result(str(adapter))
     with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(moved), adapter)
     assert_talks_like(adapter, with_adapter, base=str(moved))
 

@@ -15,7 +15,7 @@ from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan, item_size
 from fullshard.report.plan_view import Cell, PlanView, view_plan
 from fullshard.report.plan_words import slice_text, split_text
 from fullshard.report.rank_grid import RankGrid, numbers_text
-from fullshard.spmd.mesh import AbsentMesh
+from fullshard.spmd.mesh import VirtualMesh
 from fullshard.spmd.spec import Layout
 from tests.report.plans import make_plan
 
@@ -32,7 +32,7 @@ CASES = [
 
 def held_by(plan: ShardingPlan, rank: int) -> int:
     """The bytes of a rank's shards, by the layouts of the sharding language."""
-    mesh = AbsentMesh([size for _, size in plan.axes], [name for name, _ in plan.axes])
+    mesh = VirtualMesh([size for _, size in plan.axes], [name for name, _ in plan.axes])
     total = 0
     for unit in plan.units:
         for p in unit.parameters:
@@ -90,7 +90,7 @@ def test_slices_are_those_of_layouts(sizes: list[int], shape: list[int], data: s
     )  # fmt: skip
     unit = UnitPlan("", "M", (plan,), None, (), ())
     grid = RankGrid(ShardingPlan(tuple(zip(names, sizes, strict=True)), "FULL_SHARD", (), (unit,)))
-    layout = Layout.of(AbsentMesh(sizes, names), spec, shape)
+    layout = Layout.of(VirtualMesh(sizes, names), spec, shape)
     starts, stops = grid.bounds(plan)
     for position, ranks in enumerate(grid.ranks):
         for rank in ranks:

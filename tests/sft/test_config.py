@@ -17,7 +17,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.config.options import options_of, parse_flags
 from fullshard.launch.config import launch_options
 from fullshard.launch.sft_command import refuse_unknown, split
-from fullshard.optim.lr_schedule import check, factor
+from fullshard.optim.lr_schedule import check_schedule, factor
 from fullshard.sft.cli_args import CommandConfig, command_options, config_of, parse
 from fullshard.sft.sft_config import SFTConfig
 
@@ -137,7 +137,7 @@ def test_schedules_are_transformers(kind: str, given: dict[str, Any]) -> None:
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.6)
     theirs = get_scheduler(kind, optimizer, 5, 20, given)
-    said = check(kind, given, 0.6)
+    said = check_schedule(kind, given, 0.6)
     for step in range(20):
         assert 0.6 * factor(kind, step, 5, 20, said) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
         optimizer.step()

@@ -161,7 +161,7 @@ def test_no_update_from_collectives_that_were_aborted(monkeypatch: pytest.Monkey
     """The flag is set before communicators are aborted, so the device sees it after the collective."""
     monkeypatch.setattr(launched_step.runtime, "world_size", lambda: 2)
     monkeypatch.setattr(rank_state, "current", rank_state.RankState())
-    monkeypatch.setattr("fullshard.fsdp.checks.watch.check", lambda: None)  # the host looks before the rank is lost
+    monkeypatch.setattr("fullshard.fsdp.checks.watch.raise_failure", lambda: None)  # looked before the rank is lost
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)

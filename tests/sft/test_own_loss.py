@@ -18,7 +18,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.data.loader import Loader
 from fullshard.data.pretokenized import IGNORED
 from fullshard.distributed import runtime
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_those_of_the_model(name: str, chunked: bool) -> 
     own.backward()
     expected = gradients(model)
     tokens = int((data["labels"][:, 1:] != IGNORED).sum())
-    head = LeanHead(model, 7, chunked)
+    head = ChunkedLossHead(model, 7, chunked)
     with head.loss_pass(scale=2 / tokens) as measured:
         loss = model(**data, use_cache=False).loss
     loss.backward()
@@ -117,7 +117,7 @@ def test_loss_and_gradients_are_those_of_the_model(name: str, chunked: bool) -> 
 def test_a_batch_that_teaches_nothing_counts_nothing(name: str) -> None:
     model, data = build(name), batch()
     data["labels"].fill_(IGNORED)
-    head = LeanHead(model, 7)
+    head = ChunkedLossHead(model, 7)
     with head.loss_pass(targets=0) as measured:
         loss = model(**data, use_cache=False).loss
     loss.backward()

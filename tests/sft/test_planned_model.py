@@ -25,7 +25,7 @@ from fullshard.planner.tracer import trace_step
 from fullshard.sft import adapter
 from fullshard.sft.model_steps import adapt_model, ready_model
 from fullshard.sft.read_model import read_model
-from fullshard.spmd.mesh import AbsentMesh, Mesh
+from fullshard.spmd.mesh import Mesh, VirtualMesh
 from tests.pool import ranks
 from tests.sft.runs import settings, train
 from tests.sft.tiny import make_folder
@@ -333,9 +333,9 @@ def test_adapters_that_name_layers_get_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_an_absent_mesh_refuses_to_communicate() -> None:
-    mesh = AbsentMesh((512, 8), ("replica", "fsdp"))
+    mesh = VirtualMesh((512, 8), ("replica", "fsdp"))
     assert mesh.size() == 4096 and mesh.coordinate(9) == (1, 1) and str(mesh) == "Mesh(replica=512, fsdp=8)"
-    assert mesh == AbsentMesh((512, 8), ("replica", "fsdp")) and AbsentMesh((1,)) != Mesh([0], (1,))
+    assert mesh == VirtualMesh((512, 8), ("replica", "fsdp")) and VirtualMesh((1,)) != Mesh([0], (1,))
     for ask in (lambda: mesh.device_mesh, lambda: mesh.get_group("fsdp")):
         with pytest.raises(MeshError, match="is for plans"):
             ask()

@@ -26,7 +26,7 @@ from fullshard.distributed.ranks import exchange
 from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.causal_lm import embedding_rows
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.sft import results
 from fullshard.sft.model import make_room
 from fullshard.sft.run_dir import CHECKPOINTS
@@ -372,7 +372,7 @@ def test_the_loss_and_gradients_of_peft_s_own_layers(tied: bool) -> None:
                 p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype))
         if lean:
             keep_tables_whole(model)
-            head = LeanHead(model, 7)
+            head = ChunkedLossHead(model, 7)
             assert not head.why_not
             with head.loss_pass():
                 loss = model(input_ids=ids, labels=labels).loss

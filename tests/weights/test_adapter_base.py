@@ -13,7 +13,7 @@ from peft import AutoPeftModelForCausalLM, PeftConfig
 
 from fullshard import load_pretrained
 from fullshard.config.errors import ConfigError, WeightsError
-from fullshard.launch.find_result import find
+from fullshard.launch.find_result import find_result
 from fullshard.sft.checked_run import base_of_adapter
 from fullshard.sft.trainer import SFTTrainer
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name, read_record, write_record
@@ -134,10 +134,10 @@ def test_a_relative_base_is_found_from_the_folders_above_the_adapter(
     named(adapter, "models/base")
     monkeypatch.chdir(tmp_path)
     expected = str(tmp_path / "project" / "models" / "base")
-    assert base_of_adapter(adapter) == expected and find(str(adapter)).base == expected
+    assert base_of_adapter(adapter) == expected and find_result(str(adapter)).base == expected
     named(adapter, "./lost")
     with pytest.raises(ConfigError, match=r"\./lost does not exist; set the folder .* with --base"):
-        find(str(adapter))
+        find_result(str(adapter))
     named(adapter, "lost/model")
     for words in (["chat", "--prompt", "one"], ["export", str(tmp_path / "to"), "--merge"]):
         code, _, said = command(words[0], str(adapter), *words[1:])

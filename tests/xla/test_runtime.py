@@ -51,9 +51,9 @@ def test_processes_and_devices_are_counted_separately():
 FIRST_USES = """
 import torch, fullshard, fullshard.spmd as xs
 from fullshard.config.errors import RuntimeSetupError
-from fullshard.spmd.mesh import AbsentMesh
+from fullshard.spmd.mesh import VirtualMesh
 
-mesh = AbsentMesh((1,), ("fsdp",))
+mesh = VirtualMesh((1,), ("fsdp",))
 for use in (
     lambda: xs.get_1d_mesh("fsdp"),
     fullshard.use_spmd,

@@ -29,7 +29,7 @@ def finish(what: str, issue: Callable[[], Any], group: dist.ProcessGroup | None 
     else:
         log.follow(operation, [work])
         work.wait()
-    watch.check()
+    watch.raise_failure()
     watch.doing(f"after {what}")
 
 

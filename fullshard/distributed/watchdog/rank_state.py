@@ -227,7 +227,7 @@ def error_of(failure: Failure) -> FSDPError:
     return RankLostError(failure.text, failure.at) if failure.rank_lost else RanksDivergedError(failure.text)
 
 
-def check() -> None:
+def raise_failure() -> None:
     """Raise if the run cannot continue. What was computed since may be wrong and must not be used."""
     if current.failure is not None:
         raise error_of(current.failure)
@@ -253,7 +253,7 @@ _issuing = threading.Lock()
 def issuing() -> Iterator[None]:
     """Around issuing a collective: its communicator is not aborted meanwhile, and not used afterwards."""
     with _issuing:
-        check()
+        raise_failure()
         yield
 
 

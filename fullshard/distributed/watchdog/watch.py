@@ -6,8 +6,8 @@ only when it can never continue: a rank is gone, or ranks entered different oper
 (compiling, downloading, waiting for data) is left alone.
 
 On Gloo the host waits, inside `waiting`. On NCCL the device does, and the host continues until it needs a result: there
-`OperationLog.follow` receives what was issued. In both cases `check` raises once the run cannot continue. It is called
-wherever a result would be used, shown or saved.
+`OperationLog.follow` receives what was issued. In both cases `raise_failure` raises once the run cannot continue. It is
+called wherever a result would be used, shown or saved.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fullshard.distributed.watchdog.rank_state import (
     at,
     begin_pass,
     begin_step,
-    check,
     doing,
     failure_flag,
     is_known,
     issuing,
     position,
+    raise_failure,
     stepped,
 )
 
@@ -47,7 +47,6 @@ __all__ = [
     "begin_pass",
     "begin_step",
     "cause",
-    "check",
     "doing",
     "failed",
     "failure_flag",
@@ -56,6 +55,7 @@ __all__ = [
     "is_known",
     "issuing",
     "position",
+    "raise_failure",
     "stepped",
     "waiting",
     "watch_for",
