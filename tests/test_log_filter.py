@@ -22,11 +22,11 @@ SMALL = {
 }  # fmt: skip
 
 
-def warned(model: Any, install_filters: tuple[log_filter.Message, ...], **settings: Any) -> list[str]:
+def warned(model: Any, messages: tuple[log_filter.Message, ...], **settings: Any) -> list[str]:
     """What PEFT warns of when the adapter is put in."""
     with warnings.catch_warnings(record=True) as found, torch.device("meta"):
         warnings.simplefilter("always")
-        log_filter.install_filters(install_filters)
+        log_filter.install_filters(messages)
         get_peft_model(copy.deepcopy(model), LoraConfig(task_type="CAUSAL_LM", **settings))
     return [str(one.message) for one in found]
 

@@ -179,7 +179,7 @@ class SFTTrainer:
         plugin = Plugin(engine.strategy, engine.offload_params, engine.saved_as)
         state = AcceleratorState(plugin, mixed_precision=engine.mixed_precision)
         self.accelerator, self.is_fsdp_enabled = Accelerator(state, context.micro, calls.prepare), True
-        self._step = TrainingStep(context, calls, self.accelerator.backward)
+        self._step = TrainingStep(context, calls, lambda loss: self.accelerator.backward(loss))  # may be replaced
         self._optimizers = Optimizers(context, calls)
         self._evaluation = Evaluation(context, calls, self._step)
         self._saver = CheckpointSaver(context, calls)
