@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tests.profile  # noqa: F401 - loads it
+from fullshard.config import redaction
 from tests import pool
 from tests.browser import VARIABLE, Browser, BrowserError, find_browser
 
@@ -45,6 +46,13 @@ if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 skips = collections.Counter[str]()
 """How many tests and modules were skipped, by reason."""
+
+
+@pytest.fixture(autouse=True)
+def _only_own_secrets() -> Iterator[None]:
+    """What a test taught `redaction` is not hidden in the output of the tests after it."""
+    yield
+    redaction.forget()
 
 
 @pytest.hookimpl(tryfirst=True)

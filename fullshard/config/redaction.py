@@ -39,6 +39,11 @@ def is_secret(name: str) -> bool:
     return bool(_NAME.search(plain)) and not _OF_A_TOKENIZER.search(plain)
 
 
+def forget() -> None:
+    """Forget what `learn` has remembered; secrets in the environment stay hidden."""
+    _learned.clear()
+
+
 def learn(values: Any) -> None:
     """Remember the secrets in settings or other values, so that `hide` hides them."""
     if isinstance(values, Mapping):
