@@ -212,7 +212,7 @@ def shown(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    log_filter.leave_out()
+    log_filter.install_filters()
     try:
         terminal = Console(highlight=False)
         terminal.width = min(terminal.width, 110)
