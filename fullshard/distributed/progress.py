@@ -72,6 +72,11 @@ class Bar(_Display):
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
 
+    def advance(self, more: int) -> None:
+        """Show that `more` bytes are finished."""
+        if self._bar is not None:
+            self._bar.update(self._task, advance=more)
+
 
 class TokenizingProgress(_Display):
     """Counts rows and tokens and shows them as the option `progress` selects."""

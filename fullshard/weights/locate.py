@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fullshard.config.errors import WeightsError
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import agree, run_on_all_ranks
+from fullshard.distributed.ranks import agree
 from fullshard.lora.adapter_config import CONFIG
+from fullshard.weights.download import download
 from fullshard.weights.safetensors_files import SafetensorsFiles
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickle files, which can run arbitrary code when loaded."""
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""The files downloaded from the Hub: safetensors, configuration, tokenizer; no pickles."""
 
 
 def open_source(path: str | Path) -> SafetensorsFiles:
@@ -183,24 +181,12 @@ def resolve(name: str | Path, **options: Any) -> Path:
     ):  # a rank that does not see the path raises an error later
         return path
 
-    def fetch(mine: bool) -> str | None:
-        return _snapshot(str(name), **options) if mine else None
+    def fetch() -> Path:
+        try:
+            return download(str(name), **options)
+        except WeightsError as error:
+            raise WeightsError(f"{error}{_suggest(path)}") from error
 
     first = runtime.local_rank() == 0
-    agree(lambda: fetch(first), "download", error=WeightsError)
-    return Path(run_on_all_ranks(lambda: fetch(True), "download", error=WeightsError) or "")
-
-
-def _snapshot(name: str, **options: Any) -> str:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return snapshot_download(name, allow_patterns=list(HUB_FILES), **options)
-    except (OSError, ValueError, HFValidationError) as error:  # the Hub's own errors are OSErrors or ValueErrors
-        offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
-        reason = "HF_HUB_OFFLINE is set and the model is not in the cache" if offline else str(error)
-        raise WeightsError(
-            f"{name!r} is neither a local directory nor a model that can be downloaded: {reason.splitlines()[0]}."
-            f"{_suggest(Path(name))}"
-        ) from error
+    folders = agree(lambda: str(fetch()) if first else "", "download", error=WeightsError)
+    return Path(folders[runtime.rank() - runtime.local_rank()])
