@@ -94,7 +94,12 @@ def _run(key: tuple[str, str], arguments: bytes) -> None:
     if key not in bodies:
         importlib.import_module(key[0])
     args, kwargs = pickle.loads(arguments)
-    bodies[key](*args, **kwargs)
+    try:
+        bodies[key](*args, **kwargs)
+    finally:
+        for fixture in (*args, *kwargs.values()):
+            if isinstance(fixture, pytest.MonkeyPatch):  # this process has a copy, which pytest does not undo
+                fixture.undo()
 
 
 def _sync(world_size: int, call: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -159,7 +160,8 @@ def test_skip_is_a_skip_if_all_ranks_agree() -> None:
 
 
 @ranks(2)
-def draws_and_changes_defaults() -> None:
+def draws_and_changes_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "tau", 6)
     torch.rand(3), random.random()
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
@@ -172,12 +174,13 @@ def starts_clean(known: float) -> None:
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()
     assert not xr.warned()
+    assert math.tau > 6, "the last test's patches are still there"
 
 
-def test_each_test_starts_clean() -> None:
+def test_each_test_starts_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.pool_worker import SEED
 
-    draws_and_changes_defaults()
+    draws_and_changes_defaults(monkeypatch=monkeypatch)
     starts_clean(torch.rand(1, generator=torch.Generator().manual_seed(SEED)).item())
 
 
