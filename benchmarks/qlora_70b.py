@@ -76,7 +76,7 @@ def build(shape: dict[str, int]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fullshard.fsdp import checkpoint_module
-    from fullshard.models.embeddings import offload_embedding
+    from fullshard.models.host_weights import offload_embedding
     from fullshard.quant import quantize_model
 
     config = LlamaConfig(

@@ -133,7 +133,7 @@ class Options:
         """What the sharding plan depends on."""
         return terms_of(
             self.mesh, self.strategy, self.precision, self.extra_data_axis, self.small_bytes,
-            point_to_point=point_to_point,
+            point_to_point=point_to_point, offload=self.cpu_offload,
         )  # fmt: skip
 
 
@@ -301,14 +301,13 @@ def _sharded(
         known.show_shard()
         return known
     parameter: Any = parameters[0]
-    offload = options.cpu_offload or plan.on_host
     if (tied := shard.replaced.get(parameter)) is not None:  # to one of another module, which was wrapped alone
-        tensor = tied.shard_for(plan, options.mesh, offload)
+        tensor = tied.shard_for(plan, options.mesh)
     else:
-        tensor = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=offload, meets_plain=meets_plain)
+        tensor = shard.make_shard(parameter, plan, options.mesh, sync=sync, meets_plain=meets_plain)
     parallel = tensor_parallel_layout(parameter, options.mesh, options.replica_axes) is not None
     sharded = ShardedParameter(
-        plan, tensor, sites, options.mesh, ("fsdp", *options.replica_axes), offload,
+        plan, tensor, sites, options.mesh, ("fsdp", *options.replica_axes),
         module_spec=spec_of(parameter) if parallel else None,
     )  # fmt: skip
     shard.install(parameter, sharded)

@@ -231,7 +231,7 @@ def _run_hooks(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> to
     hooks = backward_hooks(p.shard)
     if not hooks:
         return grad
-    if p.offloaded:
+    if p.plan.offloaded:
         host.arrived()
     assert is_sharded(p.shard)
     value: Any = type(p.shard)(grad, spec_of(p.shard), requires_grad=False)

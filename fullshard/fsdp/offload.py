@@ -1,7 +1,8 @@
 """CPU offload: shards in host memory, and the copies between them and the accelerator.
 
-With offload the shards, their gradients and therefore the optimizer state are in page-locked host memory. Copies in
-both directions run beside compute (`streams.py`). The host may use what they read or write only after `settle()`.
+The shards of an offloaded parameter, its gradient and therefore its optimizer state are in page-locked host memory.
+Copies in both directions run beside compute (`streams.py`). The host may use what they read or write only after
+`settle()`. All parameters are offloaded, or those that `keep_shards_on_host` names.
 """
 
 from __future__ import annotations
@@ -11,9 +12,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard.device import accelerator
 from fullshard.device.streams import SideStream, StreamWork
+
+MARK = "_fullshard_offloaded"
+
+
+def keep_shards_on_host(parameter: nn.Parameter) -> None:
+    """Let the engine keep the shards of this parameter in host memory. Call it before sharding."""
+    setattr(parameter, MARK, True)
+
+
+def is_offloaded(parameter: nn.Parameter) -> bool:
+    """Whether `keep_shards_on_host` was called for a parameter."""
+    return getattr(parameter, MARK, False)
 
 
 class HostTraffic:

@@ -64,7 +64,6 @@ class ShardedParameter:
         sites: list[Site],
         mesh: Mesh,
         data_axes: tuple[str, ...],
-        offloaded: bool = False,
         module_spec: DTensorSpec | None = None,
     ):
         self.plan = plan
@@ -93,8 +92,6 @@ class ShardedParameter:
         self.view: Any = None
         """What the module's attribute shows instead of the gathered value: what its `see_gathered` returned, or a table
         that stays in host memory."""
-        self.offloaded = offloaded
-        """Whether the shard is in host memory."""
         self.module_spec = module_spec
         """The layout in which its module computes with it, if torch's own means made it a `DTensor` on other axes than
         those of the data (`parallelize_module`)."""
@@ -103,10 +100,10 @@ class ShardedParameter:
 
     # --- the shard ----------------------------------------------------------------------------------------------------
 
-    def shard_for(self, plan: ParameterPlan, mesh: Mesh, offloaded: bool) -> nn.Parameter:
+    def shard_for(self, plan: ParameterPlan, mesh: Mesh) -> nn.Parameter:
         """The shard, for a parameter tied to this one in a module that is wrapped alone as well."""
         alike = dataclasses.replace(plan, names=self.plan.names) == self.plan
-        if not alike or mesh != self.layout.mesh or offloaded != self.offloaded:
+        if not alike or mesh != self.layout.mesh:
             raise FSDPError(
                 f"{plan.name} is tied to {self.plan.name} of a module that was wrapped with another mesh, strategy, "
                 f"precision or offload; wrap both alike, or only the module around both"
@@ -200,7 +197,7 @@ class ShardedParameter:
         """Allocate uninitialized memory for a shard that was created on the meta device."""
         if self.local.is_meta:
             assert is_sharded(self.shard)
-            if self.offloaded:
+            if self.plan.in_host_memory:
                 local = accelerator.host_memory(self.local.shape, self.local.dtype)
             else:
                 local = torch.empty_like(self.local, device=runtime.device())
@@ -222,11 +219,6 @@ class ShardedParameter:
         if self.plan.on_host:
             return True
         return self.plan.parts == 1 and self.local.dtype == self.dtype and self.local.device == runtime.device()
-
-    @property
-    def copied_from_host(self) -> bool:
-        """Whether gathering it copies its shard from host memory."""
-        return self.offloaded and not self.plan.on_host
 
     @property
     def nbytes(self) -> int:

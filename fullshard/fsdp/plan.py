@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -49,12 +49,19 @@ class ParameterPlan:
     direct: bool
     """Whether it is gathered directly into its own storage and reduced directly from its gradient, not in a bucket."""
     on_host: bool = False
-    """Whether every rank holds it whole in host memory, and reads it there (`host_table.py`)."""
+    """Whether every rank holds it whole in host memory, and reads it there (`host_embedding.py`)."""
+    offloaded: bool = False
+    """Whether its shards are in host memory, from which they are copied when it is gathered."""
 
     @property
     def name(self) -> str:
         """The first of the parameter's names."""
         return self.names[0]
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether its shards are in host memory."""
+        return self.on_host or self.offloaded
 
     @property
     def piece(self) -> tuple[int, ...]:
@@ -173,8 +180,21 @@ class ShardingPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the parameters that are in host memory even without offload."""
-        return sum(p.shard_bytes for unit in self.units for p in unit.parameters if p.on_host)
+        """Bytes of the parameters that are in host memory."""
+        return sum(p.shard_bytes for unit in self.units for p in unit.parameters if p.in_host_memory)
+
+    @property
+    def trains_on_host(self) -> bool:
+        """Whether gradients and optimizer state are in host memory, because what is trained is offloaded."""
+        return any(p.offloaded and p.trainable for unit in self.units for p in unit.parameters)
+
+    def offloaded(self) -> ShardingPlan:
+        """The same plan with all shards in host memory."""
+        units = (
+            replace(unit, parameters=tuple(replace(p, offloaded=not p.on_host) for p in unit.parameters))
+            for unit in self.units
+        )
+        return replace(self, units=tuple(units))
 
     def gathered_bound(self, in_flight: int = 1) -> int:
         """The most bytes of gathered values allocated at once: the current unit, the units around it (always the root),
@@ -232,9 +252,9 @@ class ShardingPlan:
 def _line(p: ParameterPlan) -> str:
     dtype = p.dtype if p.dtype == p.compute_dtype else f"{p.dtype}→{p.compute_dtype}"
     notes = ["trains" if p.trainable else "frozen"]
-    if p.on_host:
+    if p.in_host_memory:
         notes.append("on the host")
-    elif not p.direct:
+    if not p.on_host and not p.direct:
         notes.append("bucket")
     if p.padding:
         notes.append(f"padded by {p.padding}")

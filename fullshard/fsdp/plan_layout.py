@@ -76,6 +76,8 @@ class PlanInputs:
     small_bytes: int = SMALL_BYTES
     any_order: bool = True
     """Whether torch can merge axes in an order other than the mesh's (2.11 cannot)."""
+    offload: bool = False
+    """Whether all shards are in host memory."""
 
 
 def shard_layout(

@@ -18,6 +18,7 @@ from fullshard.config.errors import FSDPError
 from fullshard.device.torch_private import parameters_of
 from fullshard.fsdp import policy as policies
 from fullshard.fsdp.host_embedding import stays_on_host
+from fullshard.fsdp.offload import is_offloaded
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.plan_layout import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, PlanInputs, plan_parameter, plan_unit
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
@@ -49,12 +50,12 @@ def plan_fsdp(
     root: nn.Module, mesh: Mesh, *, point_to_point: bool, auto_wrap_policy: Any = None,
     extra_data_axis: str | None = None, strategy: ShardingStrategy | str | int = ShardingStrategy.FULL_SHARD,
     mixed_precision: Any = None, ignored_modules: Iterable[nn.Module] | None = None,
-    small_parameter_bytes: int | None = None, **options: Any,
+    small_parameter_bytes: int | None = None, cpu_offload: bool = False, **options: Any,
 ) -> ShardingPlan:  # fmt: skip
     """The plan that `FSDPv2(root, mesh, …)` would make; its other `options` do not change the plan."""
     terms = terms_of(
         mesh, ShardingStrategy.of(strategy), MixedPrecision.of(mixed_precision), extra_data_axis, small_parameter_bytes,
-        point_to_point=point_to_point,
+        point_to_point=point_to_point, offload=cpu_offload,
     )  # fmt: skip
     ignored = set(ignored_modules or ())
     chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), ignored)
@@ -68,14 +69,14 @@ def with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 def terms_of(
     mesh: Mesh, strategy: ShardingStrategy, precision: MixedPrecision, extra_data_axis: str | None,
-    small_bytes: int | None, *, point_to_point: bool,
+    small_bytes: int | None, *, point_to_point: bool, offload: bool = False,
 ) -> PlanInputs:  # fmt: skip
     """What the plan depends on, from the options of `FSDPv2`. `point_to_point` is whether tensors are sent so (Gloo),
     not in collectives (NCCL)."""
     any_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
     if small_bytes is None:
         small_bytes = SMALL_BYTES if point_to_point else SMALL_BYTES_COLLECTIVE
-    return PlanInputs(mesh, strategy, precision, replica_axes(mesh, extra_data_axis), small_bytes, any_order)
+    return PlanInputs(mesh, strategy, precision, replica_axes(mesh, extra_data_axis), small_bytes, any_order, offload)
 
 
 def replica_axes(mesh: Mesh, extra_data_axis: str | None) -> tuple[str, ...]:
@@ -173,4 +174,5 @@ def plan_for(names: list[str], parameter: nn.Parameter, terms: PlanInputs) -> Pa
     if on_host:
         terms = dataclasses.replace(terms, strategy=ShardingStrategy.NO_SHARD)
     plan = plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, terms)
-    return dataclasses.replace(plan, on_host=on_host)
+    offloaded = not on_host and (terms.offload or is_offloaded(parameter))
+    return dataclasses.replace(plan, on_host=on_host, offloaded=offloaded)

@@ -139,10 +139,10 @@ class Reduction:
         """Add pieces to the gradients of the shards, on the device or in host memory."""
         host = self.unit.means.host
         for p, piece in pieces:
-            if not p.offloaded:
+            if not p.plan.offloaded:
                 gradients.accumulate(p, piece, host)
                 gradients.run_post_hooks(p)
-        offloaded = [(p, piece) for p, piece in pieces if p.offloaded]
+        offloaded = [(p, piece) for p, piece in pieces if p.plan.offloaded]
         if offloaded:
             with host.landing(offloaded):
                 for p, piece in offloaded:

@@ -39,7 +39,7 @@ class ReadsSlices(Protocol):
 
 
 def make_shard(
-    parameter: nn.Parameter, plan: ParameterPlan, mesh: Mesh, *, sync: bool, offload: bool, meets_plain: bool
+    parameter: nn.Parameter, plan: ParameterPlan, mesh: Mesh, *, sync: bool, meets_plain: bool
 ) -> nn.Parameter:
     """This rank's shard of a parameter: a `DTensor` parameter."""
     layout = Layout.of(mesh, plan.spec, plan.shape)
@@ -64,7 +64,7 @@ def make_shard(
         local = piece.to(device=where, dtype=dtype, memory_format=torch.contiguous_format)
         if plan.parts > 1 or local.shape != value.shape:
             local = local.clone() if local.untyped_storage().nbytes() > local.numel() * local.itemsize else local
-    if offload and not local.is_meta:
+    if plan.in_host_memory and not local.is_meta:
         local = host_copy(local)
     meta = meta_of(torch.empty(plan.shape, dtype=dtype, device="meta"))
     tensor = kind(local, DTensorSpec(device_mesh, placements, tensor_meta=meta), requires_grad=False)

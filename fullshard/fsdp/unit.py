@@ -131,13 +131,13 @@ class Unit:
                 means.meter.bytes_gathered += sum(whole.numel() * whole.element_size() for whole, _ in pairs)
                 with means.meter.sending(means.meter.gather_sent, self.name):
                     self._pending = means.gather_link.gather(pairs, self.index)
-        if any(p.copied_from_host for p in self.parameters):
+        if any(p.plan.offloaded for p in self.parameters):
             means.host.reads(work)
 
     @property
     def only_casts(self) -> bool:
         """Whether gathered values are at most copies, in another dtype, of shards on the same device."""
-        return not any(p.plan.gathers or p.copied_from_host for p in self.parameters)
+        return not any(p.plan.gathers or p.plan.offloaded for p in self.parameters)
 
     @torch.no_grad()
     def _copy(self, parameters: Sequence[ShardedParameter]) -> None:

@@ -241,7 +241,7 @@ def gathered_timeline(plan: ShardingPlan, schedule: Schedule | None = None) -> t
     """What is gathered while each unit runs forward, in the loss, and while each runs backward. Units run in the plan's
     order; nothing is rounded to the blocks of an allocator."""
     schedule = schedule or Schedule(ShardingStrategy[plan.strategy])
-    units = units_of(plan, Transport.of(plan, accelerator=False, point_to_point=False, offload=False))
+    units = units_of(plan, Transport.of(plan, accelerator=False, point_to_point=False))
     order = list(units)
     ledger = Ledger()
     engine = EngineMemory(units, order, schedule, ledger)

@@ -203,8 +203,8 @@ class Estimator:
             memory = estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options, evaluation)
         with self.clock("traffic and time"):
             traffic = step_traffic(
-                planned.plan, machine.gpus_per_node, batch.accumulation, config.sync_each_batch, options.offload,
-                batch.tokens, options.point_to_point,
+                planned.plan, machine.gpus_per_node, batch.accumulation, config.sync_each_batch, batch.tokens,
+                options.point_to_point,
             )  # fmt: skip
             step = step_options(config, planned, options)
             steps = estimate_time(planned.plan, machine, traces, planned.layers, planned.kinds, levels, batch, step)
@@ -231,6 +231,8 @@ class Estimator:
             )
         planned = self._models[key]
         plan = dataclasses.replace(planned.plan, strategy=engine.strategy)
+        if engine.offload_params:
+            plan = plan.offloaded()
         return dataclasses.replace(planned, engine=dataclasses.replace(planned.engine, **wanted), plan=plan)
 
     def _trace(self, config: SFTConfig, planned: PlannedModel, batch: BatchShape, level: Level | None) -> StepTrace:
@@ -282,7 +284,7 @@ def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOption
     dtype = planned.precision.param_dtype or next(p.dtype for p in planned.model.parameters() if p.is_floating_point())
     name = dtype_name(dtype)
     return StepOptions(
-        "tf32" if name == "float32" and config.tf32 else name, options.offload, config.sync_each_batch,
+        "tf32" if name == "float32" and config.tf32 else name, config.sync_each_batch,
         options.forward_prefetch, options.backward_prefetch,
         sum(map(options.optimizer.unit_state, planned.plan.units)),
     )  # fmt: skip

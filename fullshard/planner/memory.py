@@ -94,8 +94,6 @@ class MemoryOptions:
     forward_prefetch: bool = True
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
     in_flight: int = 1
-    offload: bool = False
-    """Whether shards, gradients and optimizer state are in host memory."""
     optimizer: OptimizerMemory = field(default_factory=lambda: OptimizerMemory("adamw_torch_fused"))
     buffers: int = 0
     """Bytes of the model's buffers."""
@@ -147,7 +145,7 @@ class _Estimate:
         levels: Sequence[Level], options: MemoryOptions,
     ) -> None:  # fmt: skip
         self.plan, self.layers, self.kinds, self.levels, self.options = plan, layers, kinds, levels, options
-        self.transport = Transport.of(plan, options.accelerator, options.point_to_point, options.offload)
+        self.transport = Transport.of(plan, options.accelerator, options.point_to_point)
         self.units = units_of(plan, self.transport)
         self.traces = {level: SplitTrace(trace) for level, trace in traces.items()}
         self.schedule = Schedule(

@@ -76,7 +76,6 @@ def memory_options(
         sync_each_batch=config.sync_each_batch,
         forward_prefetch=engine.forward_prefetch is not False,
         backward_prefetch=BackwardPrefetch.of(engine.backward_prefetch or "BACKWARD_PRE"),
-        offload=engine.offload_params,
         optimizer=OptimizerMemory(config.optim, config.optimizer_arguments(), apart, config.weight_decay),
         buffers=sum(t.bytes for t in planned.buffers.values()),
         unsharded=tuple(_unsharded(name, t) for name, t in planned.ignored.items()),

@@ -88,7 +88,7 @@ def known_state(run: RunToPlan) -> StateMemory:
     optim = config.optim if run.own_optimizer else None
     optimizer = OptimizerMemory(optim, config.optimizer_arguments(), names_apart(run.model, optim))
     on_device = accelerator.is_accelerator(runtime.device())
-    state = state_memory(run.model.plan, MemoryOptions(accelerator=on_device, offload=offload, optimizer=optimizer))
+    state = state_memory(run.model.plan, MemoryOptions(accelerator=on_device, optimizer=optimizer))
     check_state(state, *available_memory(on_host=offload or not on_device))
     return state
 

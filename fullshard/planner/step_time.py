@@ -111,8 +111,6 @@ class StepOptions:
 
     dtype: str = "bfloat16"
     """The dtype of matrix products; "tf32" for float32 with TF32."""
-    offload: bool = False
-    """Whether shards, gradients and optimizer state are in host memory."""
     sync_each_batch: bool = True
     forward_prefetch: bool = True
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
@@ -305,7 +303,7 @@ class _Clock:
         for unit in units:
             sends = unit_traffic(unit, self.shards, self.replicas)
             stage.arrives += self._link(sends.gather, self.shards)
-            stage.arrives += self._bus(sends.from_host) if self.options.offload else 0.0
+            stage.arrives += self._bus(sends.from_host)
             cast = [p for p in unit.parameters if p.dtype != p.compute_dtype]
             moved = sum(math.prod(p.piece) * (item_size(p.dtype) + item_size(p.compute_dtype)) for p in cast)
             stage.memory += moved / self.bandwidth
@@ -315,7 +313,7 @@ class _Clock:
         for unit in units:
             sends = unit_traffic(unit, self.shards, self.replicas)
             stage.leaves += self._link(sends.reduce, self.shards) + self._link(sends.replicas, self.replicas)
-            stage.leaves += self._bus(sends.to_host) if self.options.offload else 0.0
+            stage.leaves += self._bus(sends.to_host)
             trained = [p for p in unit.parameters if p.trainable]
             moved = sum(math.prod(p.whole) * (item_size(p.compute_dtype) + item_size(p.reduce_dtype)) for p in trained)
             stage.memory += moved / self.bandwidth
@@ -339,7 +337,7 @@ class _Clock:
         and scales them."""
         trained = sum(p.shard_bytes for unit in self.plan.units for p in unit.parameters if p.trainable)
         moved = (2 + 1 + 3) * trained + 2 * self.options.optimizer_state
-        on_host = self.options.offload and not self.machine.shares_host_memory
+        on_host = self.plan.trains_on_host and not self.machine.shares_host_memory
         return moved / (HOST_BANDWIDTH / self.machine.gpus_per_node if on_host else self.bandwidth)
 
     def host_seconds(self) -> float:
@@ -365,7 +363,7 @@ class _Clock:
         if math.prod(size for _, size in self.plan.axes) > 1:
             across = f", {machine.network / 1e9:,.4g} GB/s per device between nodes" if machine.nodes > 1 else ""
             yield f"links reach {LINK:.0%} of {machine.node_link / 1e9:,.4g} GB/s inside a node{across}"
-        if self.options.offload:
+        if self.plan.host_bytes:
             yield (
                 f"transfers to the host reach {HOST_LINK:.0%} of {machine.host_link / 1e9:,.4g} GB/s, the optimizer "
                 f"there {HOST_BANDWIDTH / 1e9:,.4g} GB/s per node"

@@ -109,8 +109,8 @@ def unit_traffic(unit: UnitPlan, shards: Ring, replicas: Ring) -> UnitTraffic:
         reduce=reduce,
         flags=flags,
         replicas=over_replicas,
-        from_host=sum(p.shard_bytes for p in unit.parameters if not p.on_host),
-        to_host=sum(p.shard_bytes for p in trained),
+        from_host=sum(p.shard_bytes for p in unit.parameters if p.offloaded),
+        to_host=sum(p.shard_bytes for p in trained if p.offloaded),
     )
 
 
@@ -149,7 +149,6 @@ def step_traffic(
     gpus_per_node: int,
     accumulation: int = 1,
     sync_each_batch: bool = True,
-    offload: bool = False,
     tokens: int = 0,
     direct: bool = False,
     without_backward: frozenset[str] | None = None,
@@ -186,8 +185,8 @@ def step_traffic(
         add("replica all-reduce", replicas, reductions * sends.replicas)
         units[unit.name] = (accumulation + backward) * sends.gather
         units[unit.name] += reductions * (sends.reduce + sends.flags + sends.replicas)
-        from_host += offload * (accumulation + backward) * sends.from_host
-        to_host += offload * reductions * sends.to_host
+        from_host += (accumulation + backward) * sends.from_host
+        to_host += reductions * sends.to_host
     for axes in sorted({_split_over(p) for unit in plan.units for p in unit.parameters if p.trainable}):
         for axis in axes:
             along = ring_along(plan, (axis,), gpus_per_node)

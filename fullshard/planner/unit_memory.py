@@ -28,17 +28,17 @@ class Transport:
     point_to_point: bool
     """Whether ranks send messages over Gloo instead of using collectives."""
     offload: bool
-    """Whether shards, gradients and optimizer state are in host memory."""
+    """Whether what is trained is in host memory, with its gradients and optimizer state."""
     ranks: int
     """The ranks that a parameter is sharded over."""
     replicas: int
 
     @classmethod
-    def of(cls, plan: ShardingPlan, accelerator: bool, point_to_point: bool, offload: bool) -> Transport:
+    def of(cls, plan: ShardingPlan, accelerator: bool, point_to_point: bool) -> Transport:
         sizes = dict(plan.axes)
         replicas = math.prod(sizes[axis] for axis in plan.replica_axes)
         # On the CPU host memory is the device's memory.
-        return cls(accelerator, point_to_point, offload and accelerator, sizes["fsdp"], replicas)
+        return cls(accelerator, point_to_point, plan.trains_on_host and accelerator, sizes["fsdp"], replicas)
 
     def rounded(self, size: int) -> int:
         return -(-size // ROUNDING) * ROUNDING if self.accelerator else size
@@ -71,7 +71,10 @@ class UnitMemory:
         return sum(p.shard_bytes for p in self.plan.parameters if self.on_host(p))
 
     def on_host(self, p: ParameterPlan) -> bool:
-        return self.transport.accelerator and (self.transport.offload or p.on_host)
+        return self.transport.accelerator and p.in_host_memory
+
+    def _offloaded(self, p: ParameterPlan) -> bool:
+        return self.transport.accelerator and p.offloaded
 
     @cached_property
     def gradients(self) -> int:
@@ -89,7 +92,7 @@ class UnitMemory:
 
     def _made(self, p: ParameterPlan) -> bool:
         """Whether the gathered value has memory of its own."""
-        return not p.on_host and (p.gathers or p.dtype != p.compute_dtype or self.transport.offload)
+        return not p.on_host and (p.gathers or p.dtype != p.compute_dtype or self._offloaded(p))
 
     @cached_property
     def gathered(self) -> int:
@@ -98,31 +101,29 @@ class UnitMemory:
     @cached_property
     def only_casts(self) -> bool:
         """Whether gathered values are at most copies in another dtype, which the engine may keep."""
-        return not self.transport.offload and not any(p.gathers for p in self.plan.parameters)
+        return not any(p.gathers or self._offloaded(p) for p in self.plan.parameters)
 
     @cached_property
     def gathering(self) -> int:
         """What a gather holds besides the gathered values until it is waited for: pieces as they are sent."""
         sent = 0
         for p in self.plan.parameters:
-            copied = self.transport.offload and not self.transport.point_to_point
+            copied = self._offloaded(p) and not self.transport.point_to_point
             if p.gathers and p.direct and (p.dtype != p.compute_dtype or copied):
                 sent += self.transport.tensor(p.piece, p.compute_dtype)
         bucket = self.plan.gather_bucket
         if bucket is not None:
             sent += self.transport.rounded(bucket.length)
             sent += self.transport.rounded(bucket.length * self.transport.ranks)
-            if self.transport.offload:
-                inside = {slot.name for slot in bucket.slots}
-                sent += sum(self.transport.tensor(p.piece, p.dtype) for p in self.plan.parameters if p.name in inside)
+            inside = {slot.name for slot in bucket.slots}
+            copied_pieces = [p for p in self.plan.parameters if p.name in inside and self._offloaded(p)]
+            sent += sum(self.transport.tensor(p.piece, p.dtype) for p in copied_pieces)
         return sent
 
     @cached_property
     def copying(self) -> int:
         """What a shard in host memory that is not split takes on the device before it is cast; one at a time."""
-        if not self.transport.offload:
-            return 0
-        copied = [p for p in self.plan.parameters if not p.gathers and not p.on_host]
+        copied = [p for p in self.plan.parameters if not p.gathers and self._offloaded(p)]
         return max((self.transport.tensor(p.piece, p.dtype) for p in copied), default=0)
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -238,7 +239,19 @@ def signature(unit: UnitPlan) -> Any:
     """Equal for units that differ in names only."""
     buckets = (unit.gather_bucket, *unit.scatter_buckets, *unit.copy_buckets)
     parameters = tuple(
-        (p.shape, p.dtype, p.compute_dtype, p.reduce_dtype, p.trainable, p.dim, p.parts, p.whole, p.direct, p.on_host)
+        (
+            p.shape,
+            p.dtype,
+            p.compute_dtype,
+            p.reduce_dtype,
+            p.trainable,
+            p.dim,
+            p.parts,
+            p.whole,
+            p.direct,
+            p.on_host,
+            p.offloaded,
+        )
         for p in unit.parameters
     )
     return parameters, tuple(_outline(b) for b in buckets)

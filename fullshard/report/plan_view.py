@@ -238,11 +238,11 @@ def notes_of(p: ParameterPlan, form: str = "") -> tuple[str, ...]:
     notes = ["trains" if p.trainable else "frozen"]
     if form:
         notes.append(form)
-    if p.on_host:
+    if p.in_host_memory:
         notes.append("on the host")
-    elif p.gathers:
+    if p.gathers:
         notes.append("direct" if p.direct else "bucket")
-    else:
+    elif not p.on_host:
         notes.append("not split")
     if p.padding:
         notes.append(f"padded by {p.padding}")

@@ -83,6 +83,9 @@ class AdapterOptions:
     offload_embedding: bool | None = None
     """Keep a frozen input embedding in host memory, where the GPU reads the rows of the batch; the numbers are the
     same. Every rank holds it whole then. If not set: with 4-bit models on GPUs."""
+    offload_experts: bool = False
+    """Keep the frozen experts of a mixture of experts in host memory, sharded over the ranks, and copy those of each
+    layer to the GPU ahead of it. All other weights stay on the GPU; the numbers are the same."""
     peft_type: Literal["lora", "vera", "prompt_tuning", "prefix_tuning", "p_tuning"] = option(
         "lora", aliases=("peft_method",), flags=("peft_method",)
     )

@@ -22,7 +22,8 @@ from fullshard.lora.language_model import freeze_other_parts
 from fullshard.lora.model_size import count_parameters
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import ChunkedLossHead
-from fullshard.models.embeddings import add_noise, offload_embedding
+from fullshard.models.embeddings import add_noise
+from fullshard.models.host_weights import offload_embedding, offload_experts
 from fullshard.models.packed_inputs import Packed, PackingMethod
 from fullshard.models.router_loss import set_router_loss
 from fullshard.models.token_loss import TokenLoss
@@ -118,14 +119,16 @@ def ready_model(
     head = ChunkedLossHead(model, config.loss_chunk_tokens, chunked, loss, config.measures_entropy)
     if head.why_not:
         say(f"chunked_loss: {head.why_not}.")
-    _place_embedding(config, model, device, say)
+    _place_weights(config, model, device, say)
     precision = set_adapter_dtype(config, model, engine.mixed_precision, say)
     return ReadyModel(engine, packed, head, precision)
 
 
-def _place_embedding(config: SFTConfig, model: Any, device: torch.device, say: Say) -> None:
-    """Keep the input embedding on the host, if the settings or the size of the other weights say so."""
+def _place_weights(config: SFTConfig, model: Any, device: torch.device, say: Say) -> None:
+    """Keep the input embedding on the host, if the settings or the size of the other weights say so, and experts."""
     asked = config.offload_embedding
     by_default = config.use_4bit_quantization and accelerator.runs_triton(device)
     if (by_default if asked is None else asked) and (why_not := offload_embedding(model)) and asked:
         say(f"offload_embedding: {why_not}, so it stays on the device.")
+    if config.offload_experts and (why_not := offload_experts(model)):
+        say(f"offload_experts: {why_not}, so it has no effect.")

@@ -172,6 +172,7 @@ def _limits(config: Any) -> tuple[Limit, ...]:
             "inputs of recomputed layers stay on XLA devices; leave it out",
         ),
         Limit("offload_embedding", config.offload_embedding is True, "parameters stay on XLA devices; leave it out"),
+        Limit("offload_experts", config.offload_experts, "parameters stay on XLA devices; leave it out"),
         Limit("fused_lora", config.fused_lora is True, "the compiler fuses LoRA layers itself; leave it out"),
         Limit("use_flash_attn", config.use_flash_attn, "flash-attn's kernels are for GPUs; leave it out"),
         Limit(

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fullshard.spmd as xs
 from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_policy
-from fullshard.models.embeddings import offload_embedding
+from fullshard.models.host_weights import offload_embedding
 from fullshard.quant.quantize import quantize_model, quantized_layers
 from fullshard.quant.sharded_groups import Scheme
 from tests.fsdp.programs import mean_over_ranks, mine

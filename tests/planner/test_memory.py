@@ -115,7 +115,7 @@ def test_the_allocator_rounds_and_other_memory_is_added() -> None:
 
 def test_offload_leaves_gathered_values_on_the_device() -> None:
     here = estimated(sharded(2), accelerator=True, optimizer=OptimizerMemory("adamw_torch"))
-    there = estimated(sharded(2), accelerator=True, optimizer=OptimizerMemory("adamw_torch"), offload=True)
+    there = estimated(sharded(2).offloaded(), accelerator=True, optimizer=OptimizerMemory("adamw_torch"))
     assert "shards" not in there.moments["backward"] and "optimizer" not in there.moments["backward"]
     assert there.host["shards"] == 2 * WEIGHT and there.host["optimizer"] == 4 * WEIGHT
     assert there.moments["forward"]["gathered"] == here.moments["forward"]["gathered"]
@@ -127,7 +127,6 @@ def test_offload_leaves_gathered_values_on_the_device() -> None:
     [
         ("adamw_torch", {"accelerator": False}, 4 * WEIGHT),
         ("adamw_torch", {}, 4 * WEIGHT),
-        ("adamw_torch", {"offload": True}, 4 * WEIGHT),
         ("paged_adamw_32bit", {}, 0),
         ("paged_adamw_32bit", {"accelerator": False}, 4 * WEIGHT),
     ],
@@ -137,6 +136,8 @@ def test_what_no_batch_changes_is_counted_without_a_trace(optim: str, options: A
     options = {"accelerator": True, "optimizer": OptimizerMemory(optim), **options}
     state = state_memory(sharded(2), MemoryOptions(**options))
     assert state == StateMemory(2 * WEIGHT, 2 * WEIGHT, optimizer) == estimated(sharded(2), **options).state
+    offloaded = state_memory(sharded(2).offloaded(), MemoryOptions(**options))
+    assert offloaded == StateMemory(2 * WEIGHT, 2 * WEIGHT, 4 * WEIGHT)
 
 
 def test_accelerators_update_all_parameters_at_once() -> None:

@@ -47,11 +47,13 @@ def step(
     strategy: str = "FULL_SHARD",
     accumulation: int = 1,
     gpus_per_node: int | None = None,
+    offload: bool = False,
     **options: object,
 ) -> StepTime:
     batch = BatchShape(rows, 1024, accumulation)
     traces = {each: trace(batch, each) for each in (Level.KEEP_ALL, Level.RECOMPUTE, Level.OFFLOAD)}
     plan = plan_of(strategy, devices, replicas=2 if strategy.startswith("HYBRID") else 1)
+    plan = plan.offloaded() if offload else plan
     there = find_machine(MachineOptions(machine, devices, gpus_per_node))
     return estimate_time(plan, there, traces, LAYERS, KINDS, [level] * 3, batch, StepOptions(**options))  # type: ignore
 

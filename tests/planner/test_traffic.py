@@ -186,7 +186,7 @@ def test_a_sum_is_a_scatter_and_a_gather(ring):
 
 def test_offloaded_shards_cross_the_bus():
     plan = plan_of("FULL_SHARD", 4)
-    found = step_traffic(plan, 4, accumulation=2, offload=True)
+    found = step_traffic(plan.offloaded(), 4, accumulation=2)
     layers = sum(unit.shard_bytes for unit in plan.units[1:])
     assert found.from_host == 2 * plan.shard_bytes + 2 * layers
     assert found.to_host == 2 * plan.shard_bytes

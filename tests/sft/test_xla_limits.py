@@ -18,6 +18,7 @@ REFUSED = {
     "gradient_checkpointing 4GiB": ({"gradient_checkpointing": "4GiB"}, "use true or false"),
     "activation_offloading": ({"activation_offloading": True, "gradient_checkpointing": True}, "stay on XLA devices"),
     "offload_embedding": ({"offload_embedding": True}, "parameters stay on XLA devices"),
+    "offload_experts": ({"offload_experts": True, "use_peft_lora": True}, "parameters stay on XLA devices"),
     "fused_lora": ({"fused_lora": True, "use_peft_lora": True}, "the compiler fuses LoRA layers itself"),
     "use_flash_attn": ({"use_flash_attn": True}, "for GPUs"),
     "attn_implementation fullshard": ({"attn_implementation": "fullshard"}, "use sdpa or eager"),

@@ -1,4 +1,4 @@
-"""An embedding in host memory computes what it computes on the device; the oracle is the same model without it."""
+"""Weights in host memory compute what they compute on the device; the oracle is the same run without them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import fullshard.runtime as xr
 import fullshard.spmd as xs
 from fullshard.config.errors import FSDPError
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.host_embedding import HostTable, lookup
-from fullshard.models.embeddings import offload_embedding
+from fullshard.models.host_weights import offload_embedding, offload_experts
 from tests.pool import ranks
 from tests.sft.runs import global_batch, losses, settings, train
 from tests.sft.tiny import make_model
@@ -92,7 +101,7 @@ def test_values_are_loaded_and_training_it_is_refused() -> None:
     assert offload_embedding(model) == ""
     model = sharded(model, mixed_precision="bf16")
     root = model._fullshard_engine.units[0]
-    assert root.only_casts and not any(p.copied_from_host for p in root.parameters)  # so that the host need not wait
+    assert root.only_casts and not any(p.plan.offloaded for p in root.parameters)  # so that the host need not wait
     ids, table = torch.arange(12).view(2, 6), model.get_input_embeddings()
     before = table.weight.full_tensor().clone()
     values = {name: value + 1 if "embed_tokens" in name else value for name, value in model.full_state_dict().items()}
@@ -113,6 +122,102 @@ def test_an_embedding_that_must_stay_on_the_device() -> None:
     limited = get_peft_model(make_model(), LORA)
     limited.get_input_embeddings().max_norm = 1.0
     assert "max_norm" in offload_embedding(limited)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+SHAPE = {
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts_per_tok": 2, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTURES = {
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)),
+    "qwen3": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=48, head_dim=16, norm_topk_prob=True)
+    ),
+    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**SHAPE, num_local_experts=4, head_dim=16)),
+}
+
+
+def mixture(family: str) -> Any:
+    torch.manual_seed(3)
+    return MIXTURES[family]()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_only_frozen_experts_are_offloaded(family: str) -> None:
+    """Adapters, routers and attention stay on the device; the gradients are those of experts on the device."""
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"], lora_dropout=0.0,
+        init_lora_weights=False,
+    )  # fmt: skip
+    ids, results = torch.randint(0, 131, (2, 9), generator=torch.Generator().manual_seed(1)), []
+    for on in (False, True):
+        torch.manual_seed(5)
+        model = get_peft_model(mixture(family), config)
+        assert not on or offload_experts(model) == ""
+        model = sharded(model)
+        moved = {name for name, p in model.plan.parameters.items() if p.offloaded}
+        experts = {name for name, p in model.plan.parameters.items() if "experts" in name and not p.trainable}
+        assert experts and moved == (experts if on else set())
+        assert model.plan.host_bytes == sum(model.plan.parameters[name].shard_bytes for name in moved)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        results.append([loss, *(p.grad.full_tensor() for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) > 3 and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_a_run_with_experts_on_the_host(tmp_path: Path, four_bits: bool) -> None:
+    options = {
+        "max_steps": 3, "use_peft_lora": True, "lora_target_modules": "q_proj,v_proj", "lora_dropout": 0.0,
+        "use_4bit_quantization": four_bits, **global_batch(2),
+    }  # fmt: skip
+    if xr.is_main():
+        model = mixture("mixtral")
+        model.resize_token_embeddings(make_model().config.vocab_size)
+        model.save_pretrained(tmp_path / "model")
+    xr.barrier()
+    runs = {
+        on: train(str(tmp_path / "model"), settings(tmp_path / str(on), offload_experts=on, **options))
+        for on in (False, True)
+    }
+    assert losses(runs[True]) == losses(runs[False])
+    moved = [p for p in runs[True].model.plan.parameters.values() if p.offloaded]
+    assert moved and all(p.dtype == ("uint8" if four_bits else "float32") for p in moved)
+    assert runs[False].model.plan.host_bytes == 0
+    saved = [run.model.full_state_dict() for run in runs.values()]
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def test_experts_that_must_stay_on_the_device() -> None:
+    assert "no experts" in offload_experts(get_peft_model(make_model(), LORA))
+    assert "trained" in offload_experts(mixture("mixtral"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_come_from_page_locked_memory(family: str) -> None:
+    """One device: the same bits, with nothing of the experts left on the device between steps."""
+    config = LoraConfig(r=8, target_modules=["q_proj"], lora_dropout=0.0, init_lora_weights=False)
+    ids, results = torch.randint(0, 131, (2, 9), generator=torch.Generator().manual_seed(1)).cuda(), []
+    for on in (False, True):
+        torch.manual_seed(5)
+        model = get_peft_model(mixture(family), config)
+        assert not on or offload_experts(model) == ""
+        model = sharded(model.bfloat16())
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        local = [p.local for unit in model._fullshard_engine.units for p in unit.parameters if p.plan.offloaded]
+        assert bool(local) == on and all(t.is_pinned() for t in local)
+        results.append([loss, *(p.grad.full_tensor() for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.gpu
