@@ -68,16 +68,16 @@ def do(command: str, place: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "getting-started.md"])
 def test_the_commands_of_a_page_work_one_after_the_other(page, place):
-    told = {command: do(command, place) for command in commands(page)}
-    asked = [command.split()[1] for command in told]
-    assert asked.count("sft") >= 2 and "chat" in asked
+    outputs = {command: do(command, place) for command in commands(page)}
+    names = [command.split()[1] for command in outputs]
+    assert names.count("sft") >= 2 and "chat" in names
     for folder in ("run", "run-4bit"):
         assert (place / folder / "adapter_model.safetensors").is_file()
     if page == "README.md":
         assert json.loads((place / "merged" / "config.json").read_text())["model_type"]
         assert list((place / "merged").glob("*.safetensors"))
     else:
-        previews = [text for command, text in told.items() if "--preview" in command]
-        assert previews and "learnt" in previews[0]
+        previews = [text for command, text in outputs.items() if "--preview" in command]
+        assert previews and "of them trained" in previews[0]
         steps = [json.loads(line).get("step", 0) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
         assert max(steps) == 5  # resumed after 3

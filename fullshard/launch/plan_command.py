@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from fullshard.launch.config import ProcessSettings, launch_options
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.resolve import resolve
 from fullshard.launch.sft_command import refuse_unknown, separate, split
-from fullshard.planner.machines import MACHINES, Machine, MachineOptions, find_machine, stand_in
+from fullshard.planner.machines import MACHINES, Machine, MachineOptions, find_machine, names_one, stand_in
 from fullshard.planner.request import PlanRequest
 from fullshard.sft.checked_run import sharding_settings, starting_point
 from fullshard.sft.cli_args import command_options, parse
@@ -155,8 +156,7 @@ def _machine(options: PlanOptions, processes: ProcessSettings, use_cpu: bool) ->
                 f"gpus_per_node is {per_node}; leave one of them out."
             )
         per_node = total // machines
-    name = options.machine.strip().lower()
-    if use_cpu and name == "here":
+    if not names_one(options) and (use_cpu or os.environ.get("FULLSHARD_DEVICE") == "cpu"):
         options = dataclasses.replace(options, machine="cpu")
     machine = find_machine(dataclasses.replace(options, num_processes=total, gpus_per_node=per_node))
     if use_cpu and not machine.shares_host_memory:

@@ -196,7 +196,7 @@ def resolve(
     for layer in (
         values_in(environment, IGNORED_OPTIONS),
         file.values,
-        {"use_cpu": True} if environment.get("FULLSHARD_DEVICE") == "cpu" else {},
+        {"use_cpu": True} if starts and environment.get("FULLSHARD_DEVICE") == "cpu" else {},
         _slurm_values(slurm),
         read_section(run.fsdp_config, notes),
         read_words(run.fsdp),

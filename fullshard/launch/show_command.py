@@ -169,8 +169,8 @@ def _from_estimate(request: PlanRequest) -> Shown:
 
 def _draw(shown: Shown, options: ShowOptions, out: Path | None) -> None:
     from fullshard.planner.engine_memory import gathered_timeline
+    from fullshard.planner.memory import memory_of_plan
     from fullshard.report.plan_view import view_plan
-    from fullshard.report.step_memory import memory_of_plan
 
     view = view_plan(shown.plan, shown.ranks_per_node, ranks=options.ranks, units=options.units)
     gathered = gathered_timeline(shown.plan, shown.schedule)

@@ -5,7 +5,7 @@ value for each pair of tokens. While a step is traced (`device_kernels`), the op
 their place. They have implementations for the meta device, which tell what is kept for backward. Flex attention, which
 is compiled code, is an operator of this file there.
 
-Some kernels allocate more than their results while they run: `WORKSPACES`.
+What kernels cost beside their results: `FLOPS`, and the memory that they allocate while they run, `WORKSPACES`.
 """
 
 from __future__ import annotations
@@ -162,6 +162,57 @@ def _backward(ctx: Any, grad_out: torch.Tensor, _: Any) -> Any:
 
 
 torch.library.register_autograd("fullshard::flex_attention_on_meta", _backward, setup_context=_keep)
+
+
+# --- floating-point operations ----------------------------------------------------------------------------------------
+
+BACKWARD_PRODUCTS = 2.5
+"""Products of attention's backward, as a multiple of those of its forward: five instead of two."""
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
+    """`a @ b`, for single matrices, batches and groups of them."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _added(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
+    """`total + a @ b`."""
+    return _product(a, b)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> int:
+    """The scores, and their product with the values."""
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    return 2 * pairs * (query.shape[3] + value.shape[3]) // (2 if causal else 1)
+
+
+def _attention_forward(place: int | None) -> Callable[..., int]:
+    """Attention whose argument at `place` tells whether it is causal; None if it always is."""
+    return lambda *args: _attention(args[0], args[1], args[2], _is_causal(args, place))
+
+
+def _attention_backward(place: int | None) -> Callable[..., int]:
+    """The same behind the gradient of the output."""
+    return lambda *args: int(BACKWARD_PRODUCTS * _attention(args[1], args[2], args[3], _is_causal(args, place)))
+
+
+def _is_causal(args: Any, place: int | None) -> bool:
+    return place is None or (place < len(args) and bool(args[place]))
+
+
+FLOPS: dict[Any, Callable[..., int]] = {
+    **{getattr(aten, name): _product for name in ("mm", "bmm", "_scaled_mm", "_grouped_mm") if hasattr(aten, name)},
+    **{getattr(aten, name): _added for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")},
+    aten._scaled_dot_product_flash_attention: _attention_forward(4),
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward(11),
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward(4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward(7),
+    aten._scaled_dot_product_efficient_attention: _attention_forward(6),
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward(11),
+    torch.ops.fullshard.flex_attention_on_meta: _attention_forward(None),
+    torch.ops.fullshard.flex_attention_on_meta_backward: _attention_backward(None),
+}
+"""By operator, the floating-point operations of its kernel, from its positional arguments."""
 
 
 # --- memory that results do not show ----------------------------------------------------------------------------------

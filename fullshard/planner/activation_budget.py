@@ -73,13 +73,15 @@ class Measured:
     """By kind and level, what a call of a layer leaves behind."""
 
     @staticmethod
-    def of_ranks(found: Sequence[Measured]) -> Measured:
-        def most(name: str) -> Any:
-            return {key: max(getattr(one, name)[key] for one in found) for key in getattr(found[0], name)}
+    def of_ranks(ranks: Sequence[Measured]) -> Measured:
+        """What holds on every rank: the largest sizes and the smallest limit."""
 
-        limit, rest = min(one.limit for one in found), max(one.rest for one in found)
-        full, lean = max(one.full for one in found), max(one.lean for one in found)
-        update = max(one.update for one in found)
+        def most(name: str) -> Any:
+            return {key: max(getattr(one, name)[key] for one in ranks) for key in getattr(ranks[0], name)}
+
+        limit, rest = min(one.limit for one in ranks), max(one.rest for one in ranks)
+        full, lean = max(one.full for one in ranks), max(one.lean for one in ranks)
+        update = max(one.update for one in ranks)
         return Measured(limit, rest, full, lean, update, most("inputs"), most("kept"))
 
     def sizes(self, kind: int) -> dict[Level, float]:
@@ -275,22 +277,22 @@ class ActivationBudget:
         result = train_step(step)
         peak = self._before_update if self._before_update is not None else self.memory.peak()
         self._age += 1
-        found = exchange((rest, peak - rest, self.largest.scale(step, self.quadratic)), "peak of activation memory")
-        decision = on_rank_0(lambda: self._corrected(found), "activation levels")
+        peaks = exchange((rest, peak - rest, self.largest.scale(step, self.quadratic)), "peak of activation memory")
+        decision = on_rank_0(lambda: self._corrected(peaks), "activation levels")
         if decision is not None:
             self._apply(decision)
         return result
 
-    def _corrected(self, found: Sequence[tuple[int, int, float]]) -> Decision | None:
+    def _corrected(self, peaks: Sequence[tuple[int, int, float]]) -> Decision | None:
         """What follows from a step with the current levels: by rank, the memory before it, what it added at its peak,
         and how much more the largest batch needs. None if nothing does."""
         assert self.choice is not None
-        choice, small_batch = self.choice, max(scale for *_, scale in found) > 1.1
+        choice, small_batch = self.choice, max(scale for *_, scale in peaks) > 1.1
         first = self._age == 1  # something may have been compiled in it
         if small_batch and self._age < WAIT:
             return None
-        rest = max(choice.rest, *(rest for rest, *_ in found))  # before the first step there is no optimizer state
-        took = rest + max(more * scale if scale < 1.1 else more for _, more, scale in found)
+        rest = max(choice.rest, *(rest for rest, *_ in peaks))  # before the first step there is no optimizer state
+        took = rest + max(more * scale if scale < 1.1 else more for _, more, scale in peaks)
         exceeded, error = took > choice.limit, took - choice.peak(self.levels)
         if first and not exceeded:
             return None

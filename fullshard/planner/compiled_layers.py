@@ -26,9 +26,8 @@ from fullshard.device.torch_private import (
     tree_leaves,
     tree_map,
 )
-from fullshard.models.kernels_on_meta import WORKSPACES
+from fullshard.models.kernels_on_meta import FLOPS, WORKSPACES
 from fullshard.planner.joint_graph import DividedGraph, JointGraph, Recording, divide, record
-from fullshard.planner.step_trace import FLOPS
 from fullshard.planner.storages import StorageTrace, Usage
 from fullshard.quant import workspace
 from fullshard.spmd.tensor_tree import map_tensors, tensors_in
@@ -48,7 +47,7 @@ class _Buffer:
     """A tensor's memory in a graph."""
 
     size: int
-    made: int
+    allocated_at: int
     """The position of the operator that allocates it."""
     fused: bool
     """Whether that operator can be fused with others."""
@@ -74,13 +73,13 @@ def backward_cost(divided: DividedGraph, inputs: Iterable[torch.Tensor], states:
     placeholders = {n: n.meta["val"] for n in graph.nodes if n.op == "placeholder"}
     results = {storage_id(t) for t in _tensors(graph.output_node().args[0])}
     plan = _Plan(graph, outside, results, rounding)
-    held = {
+    existing = {
         storage_id(t): plan.rounded(t.untyped_storage().nbytes())
         for t in placeholders.values()
         if isinstance(t, torch.Tensor) and storage_id(t) not in outside
     }
     tangents = {storage_id(t) for n, t in placeholders.items() if "tangents" in str(n.target)}
-    return Cost(*plan.usage(held, tangents), plan.flops, plan.read_write)
+    return Cost(*plan.usage(existing, tangents), plan.flops, plan.read_write)
 
 
 class _Plan:
@@ -104,15 +103,15 @@ class _Plan:
         return -(-size // self.rounding) * self.rounding
 
     def _add(self, node: fx.Node, position: int, fused: bool) -> None:
-        made = {storage_id(t): t for t in _tensors(node)}
+        results = {storage_id(t): t for t in _tensors(node)}
         read = {storage_id(t) for t in _tensors(node.args, node.kwargs)}
-        new = {key: t for key, t in made.items() if key not in read and key not in self.outside}
+        new = {key: t for key, t in results.items() if key not in read and key not in self.outside}
         for key, t in new.items():
             if key not in self.buffers:
                 size = self.rounded(t.untyped_storage().nbytes())
                 self.buffers[key] = _Buffer(size, position, fused)
             self.buffers[key].reads |= read
-        if made.keys() <= read and not _writes(node):
+        if results.keys() <= read and not _writes(node):
             return  # a view
         if not fused:
             for key in read:
@@ -154,7 +153,7 @@ class _Plan:
             )
             if buffer.in_memory:
                 for one in sources[key]:
-                    self.needed[one] = max(buffer.made, self.needed.get(one, -1))
+                    self.needed[one] = max(buffer.allocated_at, self.needed.get(one, -1))
                 if buffer.fused:
                     read = sum(self.buffers[one].size for one in sources[key] if one in self.buffers)
                     self.read_write += buffer.size + read
@@ -162,22 +161,22 @@ class _Plan:
     def _is_read(self, key: int) -> bool:
         return key not in self.buffers or self.buffers[key].in_memory
 
-    def usage(self, held: dict[int, int], to_the_end: set[int]) -> Usage:
-        """The peak, and what is in memory at the end. `held` are buffers that exist at the start and are released after
-        their last use; some only at the end."""
+    def usage(self, existing: dict[int, int], to_the_end: set[int]) -> Usage:
+        """The peak, and what is in memory at the end. `existing` are buffers that exist at the start and are released
+        after their last use; some only at the end."""
         ends: dict[int, list[int]] = {}
-        sizes = dict(held)
+        sizes = dict(existing)
         for key, buffer in self.buffers.items():
             if buffer.in_memory:
                 sizes[key] = buffer.size
         for key in sizes:
             if key not in self.results and key not in to_the_end:
-                last = self.needed.get(key, self.buffers[key].made if key in self.buffers else 0)
+                last = self.needed.get(key, self.buffers[key].allocated_at if key in self.buffers else 0)
                 ends.setdefault(last, []).append(key)
         begins: dict[int, list[int]] = {}
         for key, buffer in self.buffers.items():
-            if buffer.in_memory and key not in held:
-                begins.setdefault(buffer.made, []).append(key)
+            if buffer.in_memory and key not in existing:
+                begins.setdefault(buffer.allocated_at, []).append(key)
         now = peak = 0
         for position in sorted({*ends, *begins, *self.inside}):
             over = [sizes[key] for key in ends.get(position, ())]
@@ -189,7 +188,7 @@ class _Plan:
                     now += size
             peak = max(peak, now + self.inside.get(position, 0))
             now -= sum(over)
-        return Usage(peak, now - sum(held.get(key, 0) for key in to_the_end))
+        return Usage(peak, now - sum(existing.get(key, 0) for key in to_the_end))
 
 
 def _traced(implementation: Callable[..., Any], args: Any, kwargs: Any, rounding: int) -> tuple[Usage, int]:
@@ -264,28 +263,28 @@ class CompiledCall:
         with self.pause():
             self.known = self._look_up(plain, args, kwargs, states, others)
         templates = list(tensors_in(self.known.output))
-        made = iter(_StandIn.apply(states, *templates))
-        return map_tensors(lambda _: next(made), self.known.output)
+        outputs = iter(_StandIn.apply(states, *templates))
+        return map_tensors(lambda _: next(outputs), self.known.output)
 
     def _look_up(self, plain: Any, args: Any, kwargs: Any, states: torch.Tensor, others: list[torch.Tensor]) -> _Known:
         parameters = list(self.layer.parameters())
         shapes = tuple((t.shape, t.dtype, t.requires_grad) for t in (states, *others, *parameters))
         shape = type(self.layer), *shapes
-        found = _known.setdefault(self.model, {})
-        if shape not in found:
+        calls = _known.setdefault(self.model, {})
+        if shape not in calls:
             # Copies, because the recording holds them longer than the step does.
-            given = map_tensors(lambda t: torch.empty_like(t).requires_grad_(t is states), (args, kwargs))
-            leaf, *others = tensors_in(given)
+            copies = map_tensors(lambda t: torch.empty_like(t).requires_grad_(t is states), (args, kwargs))
+            leaf, *others = tensors_in(copies)
             outputs: list[Any] = []
 
             def run(joint: JointGraph) -> list[torch.Tensor]:
                 with _marking(mlp_of(self.layer), joint):
-                    outputs.append(plain(*given[0], **given[1]))
+                    outputs.append(plain(*copies[0], **copies[1]))
                 return list(tensors_in(outputs[0]))
 
             recording = record(run, [leaf, *others, *parameters])
-            found[shape] = _Known(recording, map_tensors(torch.empty_like, outputs[0]))
-        return found[shape]
+            calls[shape] = _Known(recording, map_tensors(torch.empty_like, outputs[0]))
+        return calls[shape]
 
     @property
     def recorded(self) -> list[torch.Tensor]:
@@ -395,9 +394,9 @@ class _StandIn(torch.autograd.Function):
     def forward(ctx: Any, states: torch.Tensor, *templates: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.about = states.shape, states.dtype, states.device, len(templates)
-        made = tuple(torch.empty_like(t) for t in templates)
-        ctx.mark_non_differentiable(*(t for t in made if not t.is_floating_point()))
-        return made
+        outputs = tuple(torch.empty_like(t) for t in templates)
+        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -30,10 +30,10 @@ class Schedule:
 
 
 class Ledger:
-    """Bytes held at a time, by part; the peak of each moment, and a timeline."""
+    """Allocated bytes by part; the peak of each moment, and a timeline."""
 
     def __init__(self) -> None:
-        self.held: dict[str, int] = defaultdict(int)
+        self.sizes: dict[str, int] = defaultdict(int)
         self.total = 0
         self.moments: dict[str, dict[str, int]] = {}
         """The parts at the peak of each moment."""
@@ -46,7 +46,7 @@ class Ledger:
 
     @property
     def peak(self) -> int:
-        """The most bytes held at once."""
+        """The most bytes allocated at once."""
         return max(self._peaks.values())
 
     def begin(self, moment: str) -> None:
@@ -56,11 +56,12 @@ class Ledger:
 
     def hold(self, part: str, size: int) -> None:
         """Allocate; a negative size releases."""
-        self.held[part] += size
+        self.sizes[part] += size
         self.total += size
         self._look()
 
     def release(self, part: str, size: int) -> None:
+        """Release; what `hold` has allocated."""
         self.hold(part, -size)
 
     def pass_through(self, part: str, size: int) -> None:
@@ -78,7 +79,7 @@ class Ledger:
             self._since = self.total
         if self.total > self._peaks.get(self._moment, -1):
             self._peaks[self._moment] = self.total
-            self.moments[self._moment] = {part: size for part, size in self.held.items() if size}
+            self.moments[self._moment] = {part: size for part, size in self.sizes.items() if size}
 
 
 class EngineMemory:
@@ -95,8 +96,8 @@ class EngineMemory:
         """Units whose gathered memory is kept between passes."""
         self.whole: dict[str, int] = {}
         """Gradients that backward has left on gathered values."""
-        self._held: set[str] = set()
-        """Units whose whole gradients `no_sync` holds back."""
+        self._unreduced: set[str] = set()
+        """Units whose whole gradients `no_sync` keeps."""
         self._reduced: set[str] = set()
         """Units whose shards have gradients."""
         self._reducing: str | None = None
@@ -151,6 +152,7 @@ class EngineMemory:
         self._make_ready(name, self.calls[call + 1 :] if self.schedule.forward_prefetch else ())
 
     def end_forward(self, call: int) -> None:
+        """Call number `call` of the order ends."""
         name = self.calls[call]
         if not (self.schedule.strategy.keeps_after_forward or self._keeps_memory(name)):
             self._free(name)
@@ -163,6 +165,7 @@ class EngineMemory:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, name: str) -> None:
+        """The backward of a unit begins."""
         following = self._next(name) if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE else ()
         self._make_ready(name, following)
 
@@ -176,12 +179,13 @@ class EngineMemory:
         self.whole[name] = self.whole.get(name, 0) + size
 
     def end_backward(self, name: str) -> None:
+        """The backward of a unit ends: it is freed, and its gradients are reduced."""
         self._free(name)
         if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST and name != self.order[0]:
             self._prefetch(name, self._next(name))  # that of the root ends last
         if not self.sync:
             self._take(name)
-            self._held.add(name)
+            self._unreduced.add(name)
             return
         self.finish_reduction()
         self._reduce(name)
@@ -202,19 +206,20 @@ class EngineMemory:
         unit = self.units[name]
         self.ledger.pass_through("gradients", unit.converting)
         self.ledger.release("gradients", self.whole.pop(name, 0))
-        if name not in self._held:
+        if name not in self._unreduced:
             self.ledger.hold("gradients", unit.whole_gradients)
 
     def _reduce(self, name: str) -> None:
         unit = self.units[name]
         self._take(name)
-        self._held.discard(name)
+        self._unreduced.discard(name)
         self._reducing = name
         self.ledger.hold("communication", unit.reducing)
         if not unit.alone and not unit.transport.accelerator:
             self.ledger.release("gradients", unit.bucketed)
 
     def finish_reduction(self) -> None:
+        """Wait for the reduction in progress; its sums become gradients of the shards."""
         name, self._reducing = self._reducing, None
         if name is None:
             return
@@ -232,6 +237,7 @@ class EngineMemory:
         self._reduced.add(name)
 
     def zero_grad(self) -> None:
+        """Release the gradients of the shards."""
         for name in self._reduced:
             self.ledger.release("gradients", self.units[name].gradients)
         self._reduced.clear()
@@ -248,7 +254,7 @@ def gathered_timeline(plan: ShardingPlan, schedule: Schedule | None = None) -> t
     moments: list[GatheredMoment] = []
 
     def record(phase: str, name: str) -> None:
-        moments.append(GatheredMoment(phase, name, ledger.held["gathered"]))
+        moments.append(GatheredMoment(phase, name, ledger.sizes["gathered"]))
 
     calls = list(_calls(order))
     for name, begins in calls:

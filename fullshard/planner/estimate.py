@@ -200,15 +200,15 @@ class Estimator:
                 lines.append("the optimizer is the script's: its state is not counted")
             choice = planned_choice(config, planned, traces, options) if certain else None
             levels = planned_levels(config, planned, choice)
-            memory = estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options, evaluation)
+            memory = estimate_memory(planned.plan, planned.traced(traces), levels, options, evaluation)
         with self.clock("traffic and time"):
             traffic = step_traffic(
                 planned.plan, machine.gpus_per_node, batch.accumulation, config.sync_each_batch, batch.tokens,
                 options.point_to_point,
             )  # fmt: skip
             step = step_options(config, planned, options)
-            steps = estimate_time(planned.plan, machine, traces, planned.layers, planned.kinds, levels, batch, step)
-            flops = flops_per_token(plain[0], planned.layers, planned.kinds, plain[1])
+            steps = estimate_time(planned.plan, machine, planned.traced(traces), levels, batch, step)
+            flops = flops_per_token(planned.traced(plain[0]), plain[1])
         return Estimate(
             name, machine, config.changed(), planned.plan, planned.parameters, batch, planned.layers, tuple(levels),
             memory, traffic, steps, flops, judge(memory, machine, certain), (*lines, *steps.assumptions),

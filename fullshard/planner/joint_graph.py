@@ -83,6 +83,7 @@ class JointGraph(DispatchMode):
             self._recomputing = before
 
     def node_of(self, t: torch.Tensor) -> fx.Node:
+        """The node of a tensor, which becomes an input if nothing has computed it."""
         return self.nodes.get(_key(t)) or self.input(t)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,7 +147,7 @@ def record(run: Callable[[JointGraph], Sequence[torch.Tensor]], inputs: Sequence
     """The joint graph of a function, as it runs when it is compiled. `run` returns the outputs for the inputs, which it
     knows; those of `inputs` that need a gradient get one."""
     joint = JointGraph()
-    given = [joint.input(t).meta["val"] for t in inputs]
+    recorded_inputs = [joint.input(t).meta["val"] for t in inputs]
     with compiling_flag(), joint:
         outputs = list(run(joint))
     trained = [t for t in inputs if t.requires_grad]
@@ -157,9 +158,11 @@ def record(run: Callable[[JointGraph], Sequence[torch.Tensor]], inputs: Sequence
     with compiling_flag(), joint:
         grads = torch.autograd.grad(differentiable, trained, tangents, allow_unused=True)
     by_input = dict(zip(map(id, trained), grads, strict=True))
-    found = [by_input.get(id(t)) for t in inputs]
-    joint.graph.output([joint.node_of(t) for t in outputs] + [None if g is None else joint.node_of(g) for g in found])
-    return Recording(joint.graph, len(outputs), given, frozenset(joint.recomputed))
+    input_grads = [by_input.get(id(t)) for t in inputs]
+    joint.graph.output(
+        [joint.node_of(t) for t in outputs] + [None if g is None else joint.node_of(g) for g in input_grads]
+    )
+    return Recording(joint.graph, len(outputs), recorded_inputs, frozenset(joint.recomputed))
 
 
 def divide(recording: Recording, level: Level) -> DividedGraph:

@@ -87,8 +87,8 @@ class Condensed:
         for p in unit.parameters:
             if len({self._place(name) for name in p.names}) > 1:
                 raise CannotExpandError(f"{p.names} are one parameter of several layers")
-        found = self.expand(unit.parameters, lambda p: p.name)
-        return plan_unit(unit.name, unit.module, [_renamed(p, rename) for p, rename in found])
+        parameters = self.expand(unit.parameters, lambda p: p.name)
+        return plan_unit(unit.name, unit.module, [_renamed(p, rename) for p, rename in parameters])
 
     def count(self, model: nn.Module, count: Callable[[nn.Module], int]) -> int:
         """A number for the whole model that `count` finds for a module, such as its parameters."""
@@ -161,23 +161,23 @@ def _stand_ins(kinds: Sequence[Any]) -> list[int]:
     such as rotary embeddings and masks, and the first may get inputs without gradients.
     """
     seen: dict[Any, list[int]] = {}
-    found = []
+    stand_ins = []
     for index, kind in enumerate(kinds):
         alike = seen.setdefault(kind, [])
         alike.append(index)
-        found.append(index if len(alike) < 2 or index == len(kinds) - 1 else alike[1])
-    return found
+        stand_ins.append(index if len(alike) < 2 or index == len(kinds) - 1 else alike[1])
+    return stand_ins
 
 
 def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:
     """The outermost lists of layers."""
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
-    found = [
+    lists = [
         m for m in model.modules()
         if type(m) is nn.ModuleList and len(m) > 1 and all(type(layer).__name__ in names for layer in m)
     ]  # fmt: skip
-    inside = {below for layers in found for layer in layers for below in layer.modules()}
-    return [layers for layers in found if layers not in inside]
+    inside = {below for layers in lists for layer in layers for below in layer.modules()}
+    return [layers for layers in lists if layers not in inside]
 
 
 class _Parts:
@@ -208,8 +208,8 @@ def _stand_alone(model: nn.Module, layers: nn.ModuleList, parts: Sequence[_Parts
         if module not in seen:
             seen.add(module)
             waiting += module.children()
-            held = (*parameters_of(module).values(), *buffers_of(module).values())
-            outside |= {id(module), *(id(t) for t in held if t is not None)}
+            tensors = (*parameters_of(module).values(), *buffers_of(module).values())
+            outside |= {id(module), *(id(t) for t in tensors if t is not None)}
     together = set().union(*(part.ids for part in parts))
     if outside & together or len(together) < sum(len(part.ids) for part in parts):
         return False

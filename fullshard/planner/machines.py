@@ -53,6 +53,7 @@ class Machine:
 
     @property
     def nodes(self) -> int:
+        """The number of nodes."""
         return self.num_processes // self.gpus_per_node
 
     @property
@@ -151,15 +152,15 @@ OTHER_NAMES = {"h100": "h100-80gb", "h100-sxm": "h100-80gb", "a100": "a100-80gb"
 
 def find_machine(options: MachineOptions) -> Machine:
     """The machine that the options describe; `ConfigError` for unknown names and impossible numbers."""
-    found = named_machine(options.machine) if names_one(options) else stand_in(options) or this_machine()
-    count, per_node = _counts(found, options.num_processes, options.gpus_per_node)
-    node = per_node if options.gpus_per_node or found.shares_host_memory else found.gpus_per_node
+    machine = named_machine(options.machine) if names_one(options) else stand_in(options) or this_machine()
+    count, per_node = _counts(machine, options.num_processes, options.gpus_per_node)
+    node = per_node if options.gpus_per_node or machine.shares_host_memory else machine.gpus_per_node
     changed: dict[str, Any] = {"num_processes": count, "gpus_per_node": per_node, "node_devices": node}
     for field, name in (("device_memory", "device_memory"), ("host_memory", "host_memory"),
                         ("network", "network_bandwidth")):  # fmt: skip
-        if (given := getattr(options, name)) is not None:
-            changed[field] = _size(name, given)
-    return _divided(replace(found, **changed), options) if found.shares_host_memory else replace(found, **changed)
+        if (value := getattr(options, name)) is not None:
+            changed[field] = _size(name, value)
+    return _divided(replace(machine, **changed), options) if machine.shares_host_memory else replace(machine, **changed)
 
 
 def names_one(options: MachineOptions) -> bool:
@@ -194,14 +195,14 @@ def named_machine(name: str) -> Machine:
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     key = OTHER_NAMES.get(key, key)
     joined = {known.replace("-", ""): known for known in MACHINES}
-    found = MACHINES.get(key) or MACHINES.get(joined.get(key.replace("-", ""), ""))
-    if found is None:
+    machine = MACHINES.get(key) or MACHINES.get(joined.get(key.replace("-", ""), ""))
+    if machine is None:
         hint = nearest(key, (*MACHINES, *OTHER_NAMES)) or f"; the names are {HERE}, {', '.join(MACHINES)}."
         raise ConfigError(
             f"machine is {name!r}{hint} For another device, give the name of one with the same speed, and its memory "
             f"with device_memory."
         )
-    return found
+    return machine
 
 
 def _counts(machine: Machine, num_processes: int | None, gpus_per_node: int | None) -> tuple[int, int]:
@@ -219,12 +220,12 @@ def _counts(machine: Machine, num_processes: int | None, gpus_per_node: int | No
     return count, per_node
 
 
-def _size(name: str, given: str | int) -> int:
+def _size(name: str, value: str | int) -> int:
     try:
-        return parse_size(str(given))
+        return parse_size(str(value))
     except ValueError:
         example = "50GB" if name == "network_bandwidth" else "80GiB"
-        raise ConfigError(f"{name} is {given!r}; expected a size with its unit, such as {example}.") from None
+        raise ConfigError(f"{name} is {value!r}; expected a size with its unit, such as {example}.") from None
 
 
 # --- the machine that is here --------------------------------------------------------------------------------------
@@ -237,14 +238,14 @@ def this_machine() -> Machine:
 
     from fullshard.device import accelerator
 
-    host = host_memory()
+    host = total_host_memory()
     if not (count := accelerator.count()):
         return replace(_CPU, device_memory=host, host_memory=host, **_measured(torch.device("cpu")))
     device, name = accelerator.current(), accelerator.names()[0]
     memory = accelerator.total_memory(device)
     known = recognize(name, memory)
-    found = known or replace(MACHINES["rtx3090"], name=name, **_measured(device))
-    return replace(found, num_processes=count, gpus_per_node=count, device_memory=memory, host_memory=host)
+    machine = known or replace(MACHINES["rtx3090"], name=name, **_measured(device))
+    return replace(machine, num_processes=count, gpus_per_node=count, device_memory=memory, host_memory=host)
 
 
 def recognize(device_name: str, memory: int) -> Machine | None:
@@ -261,7 +262,7 @@ def recognize(device_name: str, memory: int) -> Machine | None:
     return MACHINES[min(off, key=lambda known: off[known])] if off else None
 
 
-def host_memory() -> int:
+def total_host_memory() -> int:
     """Bytes of memory that this machine, or the container around this process, has."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

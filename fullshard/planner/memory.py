@@ -8,7 +8,7 @@ in `engine_memory.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,8 +18,9 @@ from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.planner.engine_memory import EngineMemory, Ledger, Schedule
 from fullshard.planner.host_memory import HostNeeds, host_memory, reserved_memory
 from fullshard.planner.optimizer_state import OptimizerMemory
-from fullshard.planner.step_trace import Segment, StepTrace
+from fullshard.planner.step_trace import Segment, StepTrace, TracedModel
 from fullshard.planner.unit_memory import Transport, UnitMemory, signature, units_of
+from fullshard.report.step_memory import GatheredMoment, StepMemory
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,14 @@ class StateMemory:
 
     @property
     def total(self) -> int:
+        """All of it."""
         return self.shards + self.gradients + self.optimizer
 
 
+ONLY_PARAMETERS = (
+    "Memory of parameters and their gradients only: a checkpoint does not tell the batch, the optimizer or the device. "
+    "Show the model with the run's settings to see all of it."
+)
 LOADING = 6
 """Bytes for each byte of a quantized weight that is read: itself in bf16, and packed before its scales are."""
 MICRO_BATCHES = 3
@@ -76,6 +82,7 @@ class MemoryEstimate:
 
     @property
     def host_total(self) -> int:
+        """All host memory that one node needs."""
         return sum(self.host.values())
 
 
@@ -118,36 +125,39 @@ class MemoryOptions:
 
 
 def estimate_memory(
-    plan: ShardingPlan,
-    traces: Mapping[Level, StepTrace],
-    layers: Sequence[str],
-    kinds: Mapping[str, str],
-    levels: Sequence[Level],
-    options: MemoryOptions,
+    plan: ShardingPlan, model: TracedModel, levels: Sequence[Level], options: MemoryOptions,
     evaluation: StepTrace | None = None,
-) -> MemoryEstimate:
-    """The memory of a run with this plan, whose layers keep what `levels` say.
-
-    `layers` are the layers of the whole model in order, and `kinds` the layer in the traces that stands for each;
-    `traces` has at least the levels that occur. `evaluation` is the trace of a batch of evaluations, if there are any.
-    """
-    return _Estimate(plan, traces, layers, kinds, levels, options).result(evaluation)
+) -> MemoryEstimate:  # fmt: skip
+    """The memory of a run with this plan, whose layers keep what `levels` say; the model has traces of all of them.
+    `evaluation` is the trace of a batch of evaluations, if there are any."""
+    return _Estimate(plan, model, levels, options).result(evaluation)
 
 
 def state_memory(plan: ShardingPlan, options: MemoryOptions) -> StateMemory:
     """What an estimate counts without a trace: shards, gradients and optimizer state."""
-    return _Estimate(plan, {}, (), {}, (), options).state
+    return _Estimate(plan, TracedModel({}, (), {}), (), options).state
+
+
+def memory_of_plan(plan: ShardingPlan, gathered: Sequence[GatheredMoment]) -> StepMemory:
+    """What a plan alone tells of a step's memory: shards, gathered units, gradients of the shards."""
+    state = state_memory(plan, MemoryOptions(optimizer=OptimizerMemory(None)))
+    moments: dict[str, dict[str, int]] = {}
+    for phase in ("forward", "loss", "backward"):
+        most = max((moment.bytes for moment in gathered if moment.phase == phase), default=0)
+        gradients = {"gradients": state.gradients} if phase == "backward" else {}
+        moments[phase] = {"shards": state.shards, "gathered": most, **gradients}
+    return StepMemory(moments, notes=(ONLY_PARAMETERS,))
 
 
 class _Estimate:
     def __init__(
-        self, plan: ShardingPlan, traces: Mapping[Level, StepTrace], layers: Sequence[str], kinds: Mapping[str, str],
-        levels: Sequence[Level], options: MemoryOptions,
+        self, plan: ShardingPlan, model: TracedModel, levels: Sequence[Level], options: MemoryOptions
     ) -> None:  # fmt: skip
-        self.plan, self.layers, self.kinds, self.levels, self.options = plan, layers, kinds, levels, options
+        self.plan, self.levels, self.options = plan, levels, options
+        self.layers, self.kinds = model.layers, model.kinds
         self.transport = Transport.of(plan, options.accelerator, options.point_to_point)
         self.units = units_of(plan, self.transport)
-        self.traces = {level: SplitTrace(trace) for level, trace in traces.items()}
+        self.traces = {level: SplitTrace(trace) for level, trace in model.traces.items()}
         self.schedule = Schedule(
             ShardingStrategy[plan.strategy], options.forward_prefetch, options.backward_prefetch, options.in_flight
         )
@@ -305,8 +315,8 @@ class _Estimate:
         for index in range(count):
             engine.sync = self.options.sync_each_batch or index == count - 1
             self._micro_batch(engine, ledger, root)
-            ledger.release("activations", ledger.held["activations"])
-            ledger.release("logits", ledger.held["logits"])
+            ledger.release("activations", ledger.sizes["activations"])
+            ledger.release("logits", ledger.sizes["logits"])
         ledger.begin("optimizer step")
         ledger.pass_through("workspace", self._updating)
         ledger.entry("optimizer step")
@@ -384,7 +394,7 @@ class _Estimate:
             ledger.pass_through(part, segment.peak)
             kept = segment.kept - segment.gradients
             if kept < 0:  # what the loss holds is released first
-                first = min(-kept, ledger.held["logits"]) if part == "logits" else 0
+                first = min(-kept, ledger.sizes["logits"]) if part == "logits" else 0
                 ledger.release("logits", first)
                 ledger.release("activations", -kept - first)
             else:

@@ -17,8 +17,8 @@ from fullshard.planner.batch import bounds_batches
 from fullshard.planner.host_memory import PROCESS, margin
 from fullshard.planner.memory import MemoryEstimate, MemoryOptions, estimate_memory
 from fullshard.planner.optimizer_state import OptimizerMemory, names_apart
-from fullshard.planner.planned_model import HeldTensor, PlannedModel
-from fullshard.planner.step_trace import StepTrace
+from fullshard.planner.planned_model import PlannedModel, ReplicatedTensor
+from fullshard.planner.step_trace import StepTrace, TracedModel
 from fullshard.sft.sft_config import SFTConfig
 
 PASSES = ("forward", "loss", "backward")
@@ -41,9 +41,7 @@ class PlannedPeak:
     counted: they take what is left."""
 
     plan: ShardingPlan
-    traces: Mapping[Level, StepTrace]
-    layers: Sequence[str]
-    kinds: Mapping[str, str]
+    model: TracedModel
     options: MemoryOptions
 
     def __call__(self, levels: Sequence[Level]) -> float:
@@ -53,7 +51,7 @@ class PlannedPeak:
     def estimate(self, levels: Sequence[Level]) -> MemoryEstimate:
         """All memory of a run with these levels."""
         options = replace(self.options, keeps_copies=False)
-        return estimate_memory(self.plan, self.traces, self.layers, self.kinds, levels, options)
+        return estimate_memory(self.plan, self.model, levels, options)
 
 
 SLACK = 0.01
@@ -104,7 +102,7 @@ def whole_names(names: set[str], kinds: Mapping[str, str]) -> frozenset[str]:
     return frozenset(whole)
 
 
-def _unsharded(name: str, t: HeldTensor) -> ParameterPlan:
+def _unsharded(name: str, t: ReplicatedTensor) -> ParameterPlan:
     """The plan of a parameter that every rank holds whole."""
     spec = (None,) * len(t.shape)
     return ParameterPlan(
@@ -153,7 +151,7 @@ def planned_choice(
         for kind, each in kept_bytes(traces).items()
     }
     base = full_checkpointing(len(kinds), offload)
-    peak = PlannedPeak(planned.plan, traces, planned.layers, planned.kinds, options)
+    peak = PlannedPeak(planned.plan, planned.traced(traces), options)
     least = peak.estimate(base)
     update = sum(least.moments["optimizer step"].values())
     return LevelChoice(kinds, sizes, costs, base, peak, options.limit(least.reserved), least.rest, update)

@@ -48,6 +48,7 @@ class OptimizerMemory:
         return states * count * (4 if kind.bits else item_size(p.dtype))
 
     def unit_state(self, unit: UnitPlan) -> int:
+        """Bytes of state of a rank's pieces of a unit."""
         return sum(self.state(p) for p in unit.parameters)
 
     @property

@@ -32,7 +32,7 @@ from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.changes import with_advice
 from fullshard.planner.estimate import Estimate, Estimator
-from fullshard.planner.machines import MACHINES, Machine, host_memory, recognize
+from fullshard.planner.machines import MACHINES, Machine, recognize, total_host_memory
 from fullshard.planner.memory import MemoryOptions, StateMemory, state_memory
 from fullshard.planner.optimizer_state import OptimizerMemory, names_apart
 from fullshard.planner.planned_model import planned_model
@@ -217,7 +217,7 @@ def describe_peak(estimate: Estimate) -> str:
 
 def machine_of_run() -> Machine:
     """The devices of this job, with the rates of the table: nothing is measured."""
-    device, host = runtime.device(), host_memory()
+    device, host = runtime.device(), total_host_memory()
     if accelerator.is_accelerator(device):
         name, memory = accelerator.names()[0], accelerator.total_memory(device)
         machine = recognize(name, memory) or dataclasses.replace(MACHINES["rtx3090"], name=name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.activations.levels import Level
 from fullshard.config.errors import ConfigError, first_line
 from fullshard.config.options import as_list
 from fullshard.config.paths import list_contents, looks_local
@@ -29,6 +30,7 @@ from fullshard.models.tiny_model import forked_random
 from fullshard.parallel.model import absent_mesh, checkpointed_modules, ignored_modules, plan_sharding
 from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.layer_dedup import CannotExpandError, Condensed, Stack, condense, may_name_a_layer, patterns_in
+from fullshard.planner.step_trace import StepTrace, TracedModel
 from fullshard.sft import adapter
 from fullshard.sft.adapter import set_projection_dtype
 from fullshard.sft.checked_run import starting_point
@@ -40,7 +42,7 @@ from fullshard.weights.config_limits import check_config
 
 
 @dataclass(frozen=True)
-class HeldTensor:
+class ReplicatedTensor:
     """A tensor that every rank holds whole and that is not in the plan."""
 
     shape: tuple[int, ...]
@@ -49,6 +51,7 @@ class HeldTensor:
 
     @property
     def bytes(self) -> int:
+        """Its size."""
         return math.prod(self.shape) * item_size(self.dtype)
 
 
@@ -70,8 +73,8 @@ class PlannedModel:
     """The names of the layers that activation checkpointing can recompute, in order."""
     kinds: dict[str, str]
     """For each of these layers, the layer of the condensed model that stands for it."""
-    buffers: dict[str, HeldTensor]
-    ignored: dict[str, HeldTensor]
+    buffers: dict[str, ReplicatedTensor]
+    ignored: dict[str, ReplicatedTensor]
     """Parameters of modules that are not sharded (`fsdp_ignored_modules`)."""
     parameters: int
     """The number of parameters; quantized weights count as the weights they store."""
@@ -82,6 +85,10 @@ class PlannedModel:
     """The device that the run would use, which need not exist here."""
     notes: tuple[str, ...]
     """What the plan takes for granted."""
+
+    def traced(self, traces: Mapping[Level, StepTrace]) -> TracedModel:
+        """The whole model with traces of its condensed one."""
+        return TracedModel(traces, self.layers, self.kinds)
 
 
 MANY_STEPS = 10**9
@@ -189,10 +196,10 @@ def _unsharded(model: nn.Module, engine: EngineSettings) -> dict[str, torch.Tens
     return {names[id(p)]: p for module in ignored_modules(model, engine) for p in module.parameters()}
 
 
-def _expanded(whole: Condensed, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, HeldTensor]]:
+def _expanded(whole: Condensed, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, ReplicatedTensor]]:
     for name, rename in whole.expand(list(tensors), str):
         t = tensors[name]
-        yield rename(name), HeldTensor(tuple(t.shape), dtype_name(t.dtype), t.requires_grad)
+        yield rename(name), ReplicatedTensor(tuple(t.shape), dtype_name(t.dtype), t.requires_grad)
 
 
 # --- whether layers can be told apart -------------------------------------------------------------------------------

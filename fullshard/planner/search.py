@@ -58,10 +58,12 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
+        """The estimated speed of all devices together."""
         return float(self.estimate.time.tokens_per_second)
 
     @property
     def fits(self) -> bool:
+        """Whether it certainly fits."""
         return bool(self.estimate.verdict.fits)
 
     @property
@@ -87,14 +89,15 @@ class Candidate:
         and the sharding settings that the search chose, which override the launcher's."""
         config, engine = self.request.config, self.request.engine
         values = {name: value for name, value in config.changed().items() if name not in ("fsdp", "fsdp_config")}
-        given = {**read_section(config.fsdp_config, []), **read_words(config.fsdp)}
-        kept = {name: value for name, value in given.items() if name not in FSDP_KEYS}
+        sharding = {**read_section(config.fsdp_config, []), **read_words(config.fsdp)}
+        kept = {name: value for name, value in sharding.items() if name not in FSDP_KEYS}
         chosen: dict[str, Any] = {"sharding_strategy": engine.strategy, "offload_params": engine.offload_params}
         if self.requested.engine.activation_checkpointing:
             chosen |= {"activation_checkpointing": False, "activation_checkpointing_offload": False}
         return {**values, "fsdp_config": {f"fsdp_{name}": value for name, value in {**kept, **chosen}.items()}}
 
     def to_json(self) -> dict[str, Any]:
+        """The candidate as plain data."""
         verdict = self.estimate.verdict
         return {
             "settings": self.settings(), "words": self.words, "fits": verdict.fits,
@@ -121,6 +124,7 @@ class SearchResult:
         return True if self.fitting else self.nearest.estimate.verdict.fits if self.nearest is not None else False
 
     def to_json(self) -> dict[str, Any]:
+        """The result as plain data; docs/planning.md describes it."""
         return {
             "fitting": [one.to_json() for one in self.fitting],
             "nearest": self.nearest.to_json() if self.nearest else None, "tried": self.tried,
@@ -146,7 +150,7 @@ def check_allowed(allow: Sequence[str]) -> tuple[str, ...]:
 def search_settings(
     request: PlanRequest, price: Price, allow: Sequence[str] = (), say: Callable[[str], None] = lambda what: None
 ) -> SearchResult:
-    """Find the settings that fit, the fastest first. `say` is told what is tried."""
+    """Find the settings that fit, the fastest first. `say` receives what is tried."""
     search = _Search(request, price, say)
     allowed = check_allowed(allow)
     for method in _methods(request, allowed):

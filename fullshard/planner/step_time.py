@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.activations.levels import Level
 from fullshard.fsdp.plan import ShardingPlan, UnitPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.models.kernels_on_meta import BACKWARD_PRODUCTS
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.machines import Machine
-from fullshard.planner.step_trace import BACKWARD, Segment, StepTrace
+from fullshard.planner.step_trace import Segment, TracedModel
 from fullshard.planner.traffic import Ring, ring_along, unit_traffic, units_without_backward
 
 
@@ -39,6 +40,7 @@ class Stage:
 
     @property
     def compute(self) -> float:
+        """Seconds of the device."""
         return max(self.products + self.memory, self.bus)
 
 
@@ -132,6 +134,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Seconds of the step."""
         return sum(self.parts.values())
 
     @property
@@ -141,18 +144,17 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class TracedStep:
-    """The segments of a model's layers, and where the whole model has them."""
+class TracedStep(TracedModel):
+    """One micro-batch of the whole model, by segments."""
 
-    traces: Mapping[Level, StepTrace]
-    """One micro-batch of the condensed model at each level."""
-    layers: Sequence[str]
-    """The layers of the whole model, in order."""
-    kinds: Mapping[str, str]
-    """The traced layer that stands for each of them."""
     levels: Sequence[Level]
-    """What each of them keeps for backward."""
+    """What each layer keeps for backward."""
     batch: BatchShape
+
+    @classmethod
+    def of(cls, model: TracedModel, levels: Sequence[Level], batch: BatchShape) -> TracedStep:
+        """The step of a traced model whose layers have these levels."""
+        return cls(model.traces, model.layers, model.kinds, levels, batch)
 
     def around(self, moment: str) -> list[Segment]:
         """The model's own segments around its layers."""
@@ -185,26 +187,17 @@ class TracedStep:
         return max(0, kept[0] - kept[1])
 
 
-def flops_per_token(
-    traces: Mapping[Level, StepTrace], layers: Sequence[str], kinds: Mapping[str, str], batch: BatchShape
-) -> float:
-    """Floating-point operations per token of forward and backward, without recomputation if `traces` has such a
-    trace."""
-    return TracedStep(traces, layers, kinds, [min(traces)] * len(layers), batch).flops() / batch.tokens
+def flops_per_token(model: TracedModel, batch: BatchShape) -> float:
+    """Floating-point operations per token of forward and backward, without recomputation if there is such a trace."""
+    return TracedStep.of(model, [min(model.traces)] * len(model.layers), batch).flops() / batch.tokens
 
 
 def estimate_time(
-    plan: ShardingPlan,
-    machine: Machine,
-    traces: Mapping[Level, StepTrace],
-    layers: Sequence[str],
-    kinds: Mapping[str, str],
-    levels: Sequence[Level],
-    batch: BatchShape,
+    plan: ShardingPlan, machine: Machine, model: TracedModel, levels: Sequence[Level], batch: BatchShape,
     options: StepOptions,
-) -> StepTime:
-    """The time of one step of a planned model; see `TracedStep` for what was traced."""
-    step = TracedStep(traces, layers, kinds, levels, batch)
+) -> StepTime:  # fmt: skip
+    """The time of one step of a planned model whose layers keep what `levels` say."""
+    step = TracedStep.of(model, levels, batch)
     clock = _Clock(plan, machine, step, options)
     forward, backward = clock.forward(), clock.backward()
     stages = (*forward, *backward)
@@ -244,7 +237,7 @@ class _Clock:
         keeps = ShardingStrategy[plan.strategy].keeps_after_forward
         kept = {plan.units[0].name, *units_without_backward(plan)}
         self.gathered_again = {u.name for u in plan.units if not keeps and u.name not in kept}
-        self._made: dict[tuple[str, str, Level, int], Stage] = {}
+        self._stages: dict[tuple[str, str, Level, int], Stage] = {}
 
     # --- stages -------------------------------------------------------------------------------------------------------
 
@@ -271,10 +264,10 @@ class _Clock:
         units, level = self.units[name], step.levels[index]
         gathered = units if moment == "forward" else [unit for unit in units if unit.name in self.gathered_again]
         key = (step.kinds[name], moment, level, len(gathered))
-        if key in self._made:
-            return self._made[key]
+        if key in self._stages:
+            return self._stages[key]
         recomputed = moment == "backward" and level >= Level.RECOMPUTE
-        stage = self._made[key] = self._stage(step.of_layer(index, moment))
+        stage = self._stages[key] = self._stage(step.of_layer(index, moment))
         forward = sum(s.flops for s in step.of_layer(index, "forward"))
         weights = _sum_weights(map(matrix_weights, units))
         tokens, passes = step.batch.tokens, 1 + recomputed
@@ -283,7 +276,7 @@ class _Clock:
             stage.products += fp8 / (self.machine.flops["float8"] * FP8_PRODUCTS) - fp8 / (self.rate * PRODUCTS)
         if not weights.experts:  # what is left of the operations is attention
             attention = max(0.0, forward - 2 * tokens * weights.all)
-            forwards, backwards = (recomputed, BACKWARD) if moment == "backward" else (1, 0)
+            forwards, backwards = (recomputed, BACKWARD_PRODUCTS) if moment == "backward" else (1, 0)
             slower = forwards * (1 / ATTENTION - 1 / PRODUCTS) + backwards * (1 / ATTENTION_BACKWARD - 1 / PRODUCTS)
             stage.products += attention * slower / self.rate
         # 4-bit weights are written out in 16 bits for a product.
@@ -387,24 +380,25 @@ class Weights(NamedTuple):
 
     @property
     def all(self) -> int:
+        """All of them."""
         return sum(self)
 
 
 def matrix_weights(unit: UnitPlan) -> Weights:
     """The weights of a unit's matrices."""
     names = {name for p in unit.parameters for name in p.names}
-    found = Counter[str]()
+    counts = Counter[str]()
     for p in unit.parameters:
         owner, _, part = p.name.rpartition(".")
         count = math.prod(p.shape)
         if len(p.shape) > 2 or "expert" in owner:
-            found["experts"] += count
+            counts["experts"] += count
         elif part == "packed":
             eight = f"{owner}.scales" in names
-            found["fp8" if eight else "four_bit"] += count if eight else 2 * count
+            counts["fp8" if eight else "four_bit"] += count if eight else 2 * count
         elif len(p.shape) == 2 and p.dtype != "uint8":
-            found["plain"] += count
-    return Weights(**found)
+            counts["plain"] += count
+    return Weights(**counts)
 
 
 def _sum_weights(units: Iterable[Weights]) -> Weights:
@@ -413,10 +407,10 @@ def _sum_weights(units: Iterable[Weights]) -> Weights:
 
 def _units_by_layer(plan: ShardingPlan, layers: Sequence[str]) -> dict[str, list[UnitPlan]]:
     """The units that are gathered for each layer; under the empty name those around the layers."""
-    found: dict[str, list[UnitPlan]] = {layer: [] for layer in ("", *layers)}
+    units: dict[str, list[UnitPlan]] = {layer: [] for layer in ("", *layers)}
     for unit in plan.units:
         owner = unit.name
-        while owner not in found:  # a unit inside a layer
+        while owner not in units:  # a unit inside a layer
             owner = owner.rpartition(".")[0]
-        found[owner].append(unit)
-    return found
+        units[owner].append(unit)
+    return units

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fullshard.device.torch_private import DispatchMode, operator_packet, schema_of, storage_id
-from fullshard.planner.step_trace import FLOPS
+from fullshard.models.kernels_on_meta import FLOPS
 
 Workspaces = Mapping[Any, Callable[..., int]]
 """By operator, the bytes that it allocates while it runs besides its outputs, from its arguments."""
@@ -86,19 +86,19 @@ class StorageTrace(DispatchMode):
             return NotImplemented  # its own operators come here afterwards
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        found = self._operators.get(func) or self._look_up(func)
-        if found.is_view:
+        operator = self._operators.get(func) or self._look_up(func)
+        if operator.is_view:
             return out
-        made = [out] if isinstance(out, torch.Tensor) else [*_tensors(out)]
-        if found.workspace is not None:
-            size = self.rounded(found.workspace(*args, **kwargs))
+        outputs = [out] if isinstance(out, torch.Tensor) else [*_tensors(out)]
+        if operator.workspace is not None:
+            size = self.rounded(operator.workspace(*args, **kwargs))
             self.changes += [Change(0, size), Change(0, -size)]
-        for t in made:
+        for t in outputs:
             self.add(t)
-        if found.flops is not None:
-            self.flops += found.flops(*args)
+        if operator.flops is not None:
+            self.flops += operator.flops(*args)
         read = sum(t.numel() * t.element_size() for t in _tensors((args, kwargs)))
-        self.read_write += read + sum(t.numel() * t.element_size() for t in made)
+        self.read_write += read + sum(t.numel() * t.element_size() for t in outputs)
         return out
 
     @contextlib.contextmanager
@@ -113,14 +113,15 @@ class StorageTrace(DispatchMode):
     def _look_up(self, func: Any) -> _Operator:
         schema, packet = schema_of(func), operator_packet(func)
         aliases = [a.alias_info for a in schema.returns if a.alias_info is not None]
-        found = self._operators[func] = _Operator(
+        operator = self._operators[func] = _Operator(
             packet in VIEWS or any(not alias.is_write for alias in aliases),
             FLOPS.get(packet),
             self._workspaces.get(packet),
         )
-        return found
+        return operator
 
     def rounded(self, size: int) -> int:
+        """A size as the allocator rounds it up."""
         return -(-size // self.rounding) * self.rounding
 
     def add(self, t: torch.Tensor) -> None:
@@ -140,6 +141,7 @@ class StorageTrace(DispatchMode):
     # --- results ------------------------------------------------------------------------------------------------------
 
     def mark(self) -> Mark:
+        """This point in the trace."""
         return Mark(len(self.changes), self.flops, self.read_write)
 
     def size_of(self, t: torch.Tensor) -> int:
@@ -152,8 +154,8 @@ class StorageTrace(DispatchMode):
 
     def number_of(self, t: torch.Tensor) -> int | None:
         """The number of a tensor's storage; None if it is not counted."""
-        found = self._live.get(storage_id(t))
-        return found[0] if found is not None else None
+        entry = self._live.get(storage_id(t))
+        return entry[0] if entry is not None else None
 
     def _settled(self, event: int) -> int:
         while event < len(self.changes) and self.changes[event].size < 0:

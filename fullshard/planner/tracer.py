@@ -64,8 +64,8 @@ def trace_step(
     that is how tests measure what is planned.
     """
     reduced = min(level, Level.RECOMPUTE)  # inputs on the host: the same step, less the inputs
-    found = _traced(_Step(planned, _layers_of(planned), reduced), batch, capability)
-    return found.with_inputs_on_host() if level is Level.OFFLOAD else found
+    trace = _traced(_Step(planned, _layers_of(planned), reduced), batch, capability)
+    return trace.with_inputs_on_host() if level is Level.OFFLOAD else trace
 
 
 def trace_evaluation(planned: Traceable, batch: BatchShape, *, capability: tuple[int, int] = (9, 0)) -> StepTrace:
@@ -89,7 +89,7 @@ def _traced(step: _Step, batch: BatchShape, capability: tuple[int, int]) -> Step
         stack.enter_context(step.compiled() if step.calls else _levels(list(step.layers.values()), step.level))
         workspace.release(next(planned.model.parameters()).device)
         try:
-            found = step.run(batch)
+            trace = step.run(batch)
         except CapacityError:
             raise
         except Exception as error:
@@ -98,8 +98,8 @@ def _traced(step: _Step, batch: BatchShape, capability: tuple[int, int]) -> Step
                 f"{first_line(error)}), so its activations cannot be planned; measure them in a run (max_steps 2)."
             ) from error
     if accelerator.is_accelerator(planned.device):
-        found = dataclasses.replace(found, workspace=found.workspace + product_workspace(capability))
-    return found
+        trace = dataclasses.replace(trace, workspace=trace.workspace + product_workspace(capability))
+    return trace
 
 
 # --- the model as the engine runs it ----------------------------------------------------------------------------------
@@ -151,12 +151,12 @@ def _levels(layers: list[nn.Module], level: Level) -> Iterator[None]:
 def make_batch(batch: BatchShape, device: torch.device) -> dict[str, torch.Tensor]:
     """A batch of this shape as the data loader makes it; every token is trained, packed rows have two documents."""
     ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64, device=device)
-    found = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+    tensors = {"input_ids": ids, "labels": torch.zeros_like(ids)}
     if batch.packed:
         first = -(-batch.length // 2)
         positions = torch.cat([torch.arange(first), torch.arange(batch.length - first)])
-        found["position_ids"] = positions.repeat(batch.rows, 1).to(device)
-    return found
+        tensors["position_ids"] = positions.repeat(batch.rows, 1).to(device)
+    return tensors
 
 
 # --- one step -------------------------------------------------------------------------------------------------------
@@ -281,9 +281,9 @@ class _Step:
             args, kwargs = self._cast(layer, args, kwargs)
             states, *others = tensors_in((args, kwargs))
             if self.calls and self.left == len(self.layers):
-                self.embedded = given = states
-                states = _Trained.apply(given, torch.empty(0, device=given.device, requires_grad=True))
-                args, kwargs = map_tensors(lambda t: states if t is given else t, (args, kwargs))
+                self.embedded = plain = states
+                states = _Trained.apply(plain, torch.empty(0, device=plain.device, requires_grad=True))
+                args, kwargs = map_tensors(lambda t: states if t is plain else t, (args, kwargs))
             self.inputs[name] = self.trace.size_of(states)
             # The hook of a layer's output begins its backward, and so ends that of the next one.
             if states.requires_grad and storage_id(states) != self.last_output:
@@ -317,19 +317,19 @@ class _Step:
     def result(self, end: Mark) -> StepTrace:
         grads = [p.grad for p in self.planned.model.parameters() if p.grad is not None]
         recorded = [t for call in self.calls.values() for t in call.recorded]
-        held = [] if self.embedded is None else [self.embedded]
-        numbers = {self.trace.number_of(t) for t in (*grads, *recorded, *held)}
+        embedded = [] if self.embedded is None else [self.embedded]
+        numbers = {self.trace.number_of(t) for t in (*grads, *recorded, *embedded)}
         lasting = {number: size for number, size in self.trace.living().items() if number not in numbers}
         following = [*self.marks[1:], ("", "", end, self.gradients)]
         segments = []
         for (unit, moment, start, before), (_, _, stop, after) in zip(self.marks, following, strict=True):
             peak, kept = self.trace.usage(start, stop, lasting)
             flops, read_write = stop.flops - start.flops, stop.read_write - start.read_write
-            found = Segment(unit, moment, peak, kept, after - before, flops, read_write)
+            segment = Segment(unit, moment, peak, kept, after - before, flops, read_write)
             if unit in self.calls:
-                found = self._of_graph(unit, moment)
-            if unit or any((found.peak, found.kept, found.flops, found.read_write)):
-                segments.append(found)
+                segment = self._of_graph(unit, moment)
+            if unit or any((segment.peak, segment.kept, segment.flops, segment.read_write)):
+                segments.append(segment)
         buffers = [self._cost(unit).workspace for unit in self.calls]
         workspace = sum(lasting.values()) + max(buffers, default=0)
         return StepTrace(tuple(segments), workspace, tuple(self.notes), self.inputs)

@@ -35,12 +35,14 @@ class Transport:
 
     @classmethod
     def of(cls, plan: ShardingPlan, accelerator: bool, point_to_point: bool) -> Transport:
+        """How the values of this plan are stored and sent."""
         sizes = dict(plan.axes)
         replicas = math.prod(sizes[axis] for axis in plan.replica_axes)
         # On the CPU host memory is the device's memory.
         return cls(accelerator, point_to_point, plan.trains_on_host and accelerator, sizes["fsdp"], replicas)
 
     def rounded(self, size: int) -> int:
+        """A size as the device's allocator rounds it up."""
         return -(-size // ROUNDING) * ROUNDING if self.accelerator else size
 
     def tensor(self, shape: Iterable[int], dtype: str) -> int:
@@ -57,6 +59,7 @@ class UnitMemory:
 
     @cached_property
     def trained(self) -> list[ParameterPlan]:
+        """The parameters that train."""
         return [p for p in self.plan.parameters if p.trainable]
 
     # --- shards -------------------------------------------------------------------------------------------------------
@@ -68,9 +71,11 @@ class UnitMemory:
 
     @cached_property
     def host_shards(self) -> int:
+        """Shards in host memory."""
         return sum(p.shard_bytes for p in self.plan.parameters if self.on_host(p))
 
     def on_host(self, p: ParameterPlan) -> bool:
+        """Whether the shard of a parameter is in host memory."""
         return self.transport.accelerator and p.in_host_memory
 
     def _offloaded(self, p: ParameterPlan) -> bool:
@@ -90,13 +95,14 @@ class UnitMemory:
 
     # --- gathered values ----------------------------------------------------------------------------------------------
 
-    def _made(self, p: ParameterPlan) -> bool:
+    def _is_copy(self, p: ParameterPlan) -> bool:
         """Whether the gathered value has memory of its own."""
         return not p.on_host and (p.gathers or p.dtype != p.compute_dtype or self._offloaded(p))
 
     @cached_property
     def gathered(self) -> int:
-        return sum(self.transport.tensor(p.whole, p.compute_dtype) for p in self.plan.parameters if self._made(p))
+        """Gathered values."""
+        return sum(self.transport.tensor(p.whole, p.compute_dtype) for p in self.plan.parameters if self._is_copy(p))
 
     @cached_property
     def only_casts(self) -> bool:

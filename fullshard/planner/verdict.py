@@ -59,10 +59,12 @@ class Verdict:
 
     @property
     def device_fits(self) -> bool:
+        """Whether device memory is enough."""
         return self.needs <= self.has
 
     @property
     def host_fits(self) -> bool:
+        """Whether host memory is enough."""
         return self.needs_host <= self.has_host
 
     def sentences(self) -> list[str]:

@@ -70,9 +70,9 @@ class ParameterRow:
         """The bytes of the gathered values."""
         return sum(p.gathered_bytes for p in self.parts)
 
-    def held(self, grid: RankGrid) -> np.ndarray:
+    def bytes_by_position(self, grid: RankGrid) -> np.ndarray:
         """Bytes of one of them at each shard position."""
-        return np.sum([grid.held(p) for p in self.parts], axis=0)
+        return np.sum([grid.shard_bytes(p) for p in self.parts], axis=0)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PlanView:
         totals = np.zeros(self.grid.positions, dtype=np.int64)
         for unit in self.units:
             for row in unit.parameters:
-                totals += unit.count * row.count * row.held(self.grid)
+                totals += unit.count * row.count * row.bytes_by_position(self.grid)
         return totals
 
     def most_in(self, column: Column) -> int:
@@ -226,7 +226,7 @@ def _cell(parts: Sequence[ParameterPlan], grid: RankGrid, column: Column) -> Cel
     places, copies = list(column.positions), len(column.ranks) // len(column.positions)
     starts, stops = grid.bounds(parts[0])
     slices = zip(starts[places].min(axis=0).tolist(), stops[places].max(axis=0).tolist(), strict=True)
-    own = np.sum([grid.held(p)[places] for p in parts], axis=0)
+    own = np.sum([grid.shard_bytes(p)[places] for p in parts], axis=0)
     full = sum(p.shard_bytes for p in parts) if parts[0].gathers else own
     return Cell(
         tuple(slices), int(own.sum()) * copies, int(own.min()), int(own.max()), int((full - own).sum()) * copies

@@ -6,16 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fullshard.config.byte_size import memory_size
-from fullshard.fsdp.plan import ShardingPlan
 
 PARTS = (
     "shards", "gathered", "gradients", "optimizer", "activations", "logits", "communication", "buffers", "workspace",
 )  # fmt: skip
 """The parts of memory in the order of pictures; others follow."""
-ONLY_PARAMETERS = (
-    "Memory of parameters and their gradients only: a checkpoint does not tell the batch, the optimizer or the device. "
-    "Show the model with the run's settings to see all of it."
-)
 
 
 @dataclass(frozen=True)
@@ -72,16 +67,3 @@ class StepMemory:
         parts = ", ".join(f"{part} {memory_size(size)}" for part, size in self.host.items() if size)
         limit = f" of {memory_size(self.host_limit)}" if self.host_limit else ""
         return f"{memory_size(sum(self.host.values()))}{limit} ({parts})"
-
-
-def memory_of_plan(plan: ShardingPlan, gathered: Sequence[GatheredMoment]) -> StepMemory:
-    """What the plan alone tells: shards, gathered units, gradients of the shards."""
-    shards = plan.shard_bytes - plan.host_bytes
-    gradients = sum(p.shard_bytes for unit in plan.units for p in unit.parameters if p.trainable)
-    moments: dict[str, dict[str, int]] = {}
-    for phase in ("forward", "loss", "backward"):
-        most = max((moment.bytes for moment in gathered if moment.phase == phase), default=0)
-        moments[phase] = {"shards": shards, "gathered": most} | (
-            {"gradients": gradients} if phase == "backward" else {}
-        )
-    return StepMemory(moments, notes=(ONLY_PARAMETERS,))

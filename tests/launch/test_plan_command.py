@@ -145,6 +145,16 @@ def test_machines_of_several_nodes(place: Path) -> None:
     assert request.machine.kind == "cpu" and request.engine.use_cpu
 
 
+def test_a_machine_that_is_named_wins_over_the_variable_for_devices(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FULLSHARD_DEVICE", "cpu")
+    request, _ = read_request(["model", "--machine", "rtx4090"])
+    assert request.machine.name == "rtx4090" and not request.engine.use_cpu
+    request, _ = read_request(["model"])
+    assert request.machine.kind == "cpu" and request.engine.use_cpu
+
+
 CASES = [
     ("unknown.json", "knows no model of type 'llemma'"),
     ("sizes.json", "says model_type 'llama', but not the model's width"),

@@ -294,7 +294,7 @@ def plan(
     choice, shape = planned_choice(config, planned, traces, options), evaluation_shape(config, batch)
     levels = planned_levels(config, planned, choice)
     evaluation = None if shape is None else trace_evaluation(planned, shape)
-    return levels, estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options, evaluation)
+    return levels, estimate_memory(planned.plan, planned.traced(traces), levels, options, evaluation)
 
 
 def compare(estimate: MemoryEstimate, measured: dict[str, int]) -> dict[str, tuple[int, int]]:

@@ -27,7 +27,7 @@ from fullshard.parallel import model as parallelize
 from fullshard.planner.memory import MemoryEstimate, MemoryOptions, StateMemory, estimate_memory, state_memory
 from fullshard.planner.memory_settings import SLACK, kept_bytes
 from fullshard.planner.optimizer_state import OptimizerMemory
-from fullshard.planner.step_trace import Segment, StepTrace
+from fullshard.planner.step_trace import Segment, StepTrace, TracedModel
 from fullshard.sft.optimizer import class_and_options
 from fullshard.sft.sft_config import SFTConfig
 from tests.memory_tracker import MemoryTracker
@@ -67,10 +67,14 @@ def trace(kept: int = KEPT) -> StepTrace:
     ))  # fmt: skip
 
 
-def estimated(given: ShardingPlan, levels: dict[Level, StepTrace] | None = None, **options: Any) -> MemoryEstimate:
+def traced(traces: dict[Level, StepTrace]) -> TracedModel:
+    return TracedModel(traces, LAYERS, dict.fromkeys(LAYERS, "layers.0"))
+
+
+def estimated(plan: ShardingPlan, levels: dict[Level, StepTrace] | None = None, **options: Any) -> MemoryEstimate:
     chosen = MemoryOptions(**{"accelerator": False, "optimizer": OptimizerMemory("sgd"), **options})
     traces = levels or {Level.KEEP_ALL: trace()}
-    return estimate_memory(given, traces, LAYERS, dict.fromkeys(LAYERS, "layers.0"), [Level.KEEP_ALL] * 3, chosen)
+    return estimate_memory(plan, traced(traces), [Level.KEEP_ALL] * 3, chosen)
 
 
 def test_one_rank_holds_parameters_gradients_and_activations() -> None:
@@ -177,7 +181,7 @@ def test_a_budget_is_filled_by_the_layers_that_cost_the_most_to_recompute() -> N
     options = MemoryOptions(accelerator=False, optimizer=OptimizerMemory("sgd"))
 
     def peak(chosen: Sequence[Level]) -> float:
-        return estimate_memory(given, levels, LAYERS, dict.fromkeys(LAYERS, "layers.0"), chosen, options).peak
+        return estimate_memory(given, traced(levels), chosen, options).peak
 
     base = [Level.RECOMPUTE] * 3
     least, most = peak(base), peak([Level.KEEP_ALL] * 3)

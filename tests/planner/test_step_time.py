@@ -21,7 +21,7 @@ from fullshard.planner.step_time import (
     matrix_weights,
     overlapped,
 )
-from fullshard.planner.step_trace import Segment, StepTrace
+from fullshard.planner.step_trace import Segment, StepTrace, TracedModel
 from tests.planner.test_traffic import plan_of
 
 LAYERS = tuple(f"blocks.{index}" for index in range(3))
@@ -55,13 +55,13 @@ def step(
     plan = plan_of(strategy, devices, replicas=2 if strategy.startswith("HYBRID") else 1)
     plan = plan.offloaded() if offload else plan
     there = find_machine(MachineOptions(machine, devices, gpus_per_node))
-    return estimate_time(plan, there, traces, LAYERS, KINDS, [level] * 3, batch, StepOptions(**options))  # type: ignore
+    return estimate_time(plan, there, TracedModel(traces, LAYERS, KINDS), [level] * 3, batch, StepOptions(**options))  # type: ignore
 
 
 def test_operations_follow_from_the_segments():
     batch = BatchShape(2, 1024)
     traces = {level: trace(batch, level) for level in (Level.KEEP_ALL, Level.RECOMPUTE)}
-    assert flops_per_token(traces, LAYERS, KINDS, batch) == 3 * 3e9 + 3e8
+    assert flops_per_token(TracedModel(traces, LAYERS, KINDS), batch) == 3 * 3e9 + 3e8
     assert step(rows=2, accumulation=3).flops == 3 * 2048 * (9.3e9)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fullshard.planner.engine_memory import gathered_timeline
+from fullshard.planner.memory import memory_of_plan
 from fullshard.report.plan_charts import plan_charts
 from fullshard.report.plan_page import plan_page
 from fullshard.report.plan_svg import plan_svg
 from fullshard.report.plan_view import view_plan
-from fullshard.report.step_memory import StepMemory, memory_of_plan
+from fullshard.report.step_memory import StepMemory
 from tests import page_checks
 from tests.report.made_run import HOSTILE
 from tests.report.plans import make_plan

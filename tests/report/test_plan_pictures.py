@@ -14,12 +14,13 @@ from rich.console import Console
 
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.planner.engine_memory import gathered_timeline
+from fullshard.planner.memory import memory_of_plan
 from fullshard.report.plan_charts import plan_charts
 from fullshard.report.plan_page import plan_facts, plan_page
 from fullshard.report.plan_svg import NOT_XML, plan_svg
 from fullshard.report.plan_terminal import draw_plan
 from fullshard.report.plan_view import PlanView, view_plan
-from fullshard.report.step_memory import StepMemory, memory_of_plan
+from fullshard.report.step_memory import StepMemory
 from tests.report.plans import NAME, make_plan
 from tests.report.test_plan_view import held_by
 
