@@ -30,12 +30,14 @@ from fullshard.data.loader import (
     row_of,
 )
 from fullshard.data.node_stream import Pages
+from fullshard.data.pretokenized import IGNORED
 from fullshard.data.row_formats import bad_kinds
 from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.stream import Stream, StreamSampler
 from fullshard.data.token_table import TokenTable, unused_columns
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import agree
+from fullshard.models.token_loss import known_count
 from fullshard.parallel.data_loader import RankLoader
 from fullshard.sft.adapter import Say
 from fullshard.sft.dataset_options import configs_of, reading, templates_of
@@ -217,6 +219,14 @@ def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
         line += f"; {facts['bad']:,} rows were left out: {bad_kinds(facts)}"
         line += "".join(f"\n  {row}" for row in facts.get("bad_rows", ()))
     return line
+
+
+def trained_tokens(labels: Any) -> int:
+    """The number of labels that contribute to the loss."""
+    if labels is None:
+        return 0
+    known = known_count(labels)
+    return known if known is not None else int((labels[..., 1:] != IGNORED).sum())
 
 
 # --- loaders --------------------------------------------------------------------------------------------------------

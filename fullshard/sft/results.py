@@ -26,8 +26,8 @@ from fullshard.report.records import METRICS_FILE, REPORT_FILE
 from fullshard.report.run_summary import write_card
 from fullshard.sft.model import local_folder
 from fullshard.sft.run_dir import CHECKPOINTS, place_of
-from fullshard.sft.run_progress import Progress
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.training_state import Progress
 from fullshard.version import library_versions
 from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files

@@ -22,7 +22,7 @@ from fullshard.distributed import engines, runtime
 from fullshard.fsdp.gradients import held_by_no_sync
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.report.records import STEP_FILE
-from fullshard.sft.loop import Loop
+from fullshard.sft.training_state import TrainingState
 from fullshard.spmd.tensor import is_sharded
 
 MEASURED = 4
@@ -37,8 +37,8 @@ PARTS = ("shards", "gathered", "gradients", "optimizer", "other")
 class StepRecord:
     """Measures one step of this rank. A callback of the run, on the first rank only."""
 
-    def __init__(self, folder: Path, loop: Loop) -> None:
-        self.folder, self.loop, self.engine = folder, loop, loop.model._fullshard_engine
+    def __init__(self, folder: Path, state: TrainingState) -> None:
+        self.folder, self.state, self.engine = folder, state, state.model._fullshard_engine
         self.device = runtime.device()
         self.counts_all = accelerator.is_accelerator(self.device)
         """Whether torch counts what it allocates."""
@@ -57,7 +57,7 @@ class StepRecord:
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
         self._steps += 1
-        usual = self._steps >= MEASURED and self.loop.activations.is_settled
+        usual = self._steps >= MEASURED and self.state.activations.is_settled
         if not self._done and (usual or state.global_step + 1 == self._last):
             self._done = True
             self._try(self._begin)
@@ -135,7 +135,7 @@ class StepRecord:
             yield from (grad for grad in (*found, *leaves) if grad is not None)
 
     def _optimizer_tensors(self) -> Iterable[torch.Tensor]:
-        states = getattr(self.loop.optimizer, "state", {}).values()
+        states = getattr(self.state.optimizer, "state", {}).values()
         yield from (t for one in states if isinstance(one, dict) for t in one.values() if torch.is_tensor(t))
 
     def _write(self, step: int) -> None:
@@ -170,8 +170,8 @@ class CompileWatch:
             )
 
 
-def step_watchers(folder: Path, loop: Loop) -> list[Any]:
+def step_watchers(folder: Path, state: TrainingState) -> list[Any]:
     """The callbacks of a run that watch its steps, on this rank."""
     if engines.current().compiles_steps:
         return [CompileWatch()]
-    return [StepRecord(folder, loop)] if runtime.is_main() else []
+    return [StepRecord(folder, state)] if runtime.is_main() else []
