@@ -1,6 +1,6 @@
 """The model of a run that need not happen: built and planned like the run's, without weights, devices or processes.
 
-The steps are those of the run (`read_model.py`, `model_steps.py`). Of layers that are alike few are built
+The steps are those of the run (`base_model.py`, `model_steps.py`). Of layers that are alike few are built
 (`planner/layer_dedup.py`) unless the settings tell them apart.
 """
 
@@ -31,9 +31,9 @@ from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.layer_dedup import CannotExpandError, Condensed, Stack, condense, may_name_a_layer, patterns_in
 from fullshard.sft import adapter
 from fullshard.sft.adapter import set_projection_dtype
+from fullshard.sft.base_model import read_model
 from fullshard.sft.checked_run import starting_point
 from fullshard.sft.model_steps import adapt_model, ready_model
-from fullshard.sft.read_model import read_model
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.spmd.mesh import Mesh
 from fullshard.weights.config_limits import check_config

@@ -21,7 +21,7 @@ from fullshard.report.page import whole_page
 from fullshard.report.records import METRICS_FILE, REPORT_FILE, SETTINGS_FILE
 from fullshard.report.run_record import RunRecord, read_run
 from fullshard.report.serve import serve
-from fullshard.sft.run_lock import owner_of
+from fullshard.sft.output_dir import owner_of
 
 COMPARISON_FILE = "comparison.html"
 """Where a comparison is written, in the current folder."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from fullshard.report.records import is_number
 from fullshard.report.run_record import RunRecord
-from fullshard.sft.run_lock import owner_of
+from fullshard.sft.output_dir import owner_of
 
 ENDINGS = ("start", "resume", "end", "failed", "stopped")
 

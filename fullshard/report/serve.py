@@ -36,7 +36,7 @@ from fullshard.report.records import METRICS_FILE
 from fullshard.report.run_charts import labels
 from fullshard.report.run_record import RunReader, RunRecord
 from fullshard.report.run_state import RunState, has_finished, last_step, state_of, total_steps, training_seconds
-from fullshard.sft.run_lock import owner_of
+from fullshard.sft.output_dir import owner_of
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")

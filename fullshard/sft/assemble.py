@@ -32,20 +32,19 @@ from fullshard.planner.plan_first import RunToPlan, plan_first
 from fullshard.report.reporter import Reporter
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say, set_projection_dtype
+from fullshard.sft.base_model import find_folders, has_own_tables, read_model, take_model
 from fullshard.sft.batches import StepLoader, Steps, describe_shapes, load_data
 from fullshard.sft.callbacks import Callbacks
 from fullshard.sft.checked_run import CheckedRun
-from fullshard.sft.given_model import take_model
 from fullshard.sft.loop import Loop, LoopFunctions
-from fullshard.sft.model import find_folders, has_own_tables, prepare_vocabulary, read_tokenizer
 from fullshard.sft.model_steps import ReadyModel, adapt_model, ready_model
 from fullshard.sft.optimizer import check_given, schedule_of
 from fullshard.sft.optimizer_step import OptimizerSteps, StepFunctions
-from fullshard.sft.read_model import read_model
-from fullshard.sft.run_dir import settings_that_train
+from fullshard.sft.output_dir import settings_that_train
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer_context import Parts
 from fullshard.sft.training_state import MicroBatch, TrainingState
+from fullshard.sft.vocabulary import prepare_vocabulary, read_tokenizer
 from fullshard.weights.fill import fill
 
 

@@ -40,9 +40,9 @@ from fullshard.distributed.ranks import agree
 from fullshard.models.token_loss import known_count
 from fullshard.parallel.data_loader import RankLoader
 from fullshard.sft.adapter import Say
-from fullshard.sft.dataset_options import configs_of, reading, templates_of
-from fullshard.sft.model import check_rows
+from fullshard.sft.run_data import configs_of, reading, templates_of
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.vocabulary import check_rows
 
 EVALUATION = "evaluation"
 """The names of data that `eval_packing` applies to begin with this."""

@@ -2,7 +2,7 @@
 
 Every check runs once. `fullshard sft` checks in the launcher and hands the result to its ranks as JSON; they only look
 for the paths on their own node. `python -m fullshard.sft` without a launcher of ours, and `SFTTrainer` in a script,
-check for themselves. Nothing here imports torch. The output folder's own rules are in `run_dir.py`.
+check for themselves. Nothing here imports torch. The output folder's own rules are in `output_dir.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_conf
 from fullshard.parallel.fsdp_flags import settings_from_trainer_flags
 from fullshard.parallel.settings import EngineSettings
 from fullshard.report.logger_names import check_report_to
-from fullshard.sft import run_dir
+from fullshard.sft import output_dir
 from fullshard.sft.cli_args import Arguments, CommandConfig, config_of
-from fullshard.sft.dataset_options import RunData, configs_of, find, script_source, streamed
-from fullshard.sft.prompts import read_prompts
+from fullshard.sft.run_data import RunData, configs_of, find, read_prompts, script_source, streamed
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.weights.adapter_base import find_base
 from fullshard.weights.config_limits import check_config
@@ -83,7 +82,7 @@ def check_command(
         notes.append("no effect: sample_by: no file of the data is a .txt file")
     run = _run_of(config, engine, model, adapter, data, tuple(notes), check_folder)
     if check_folder:
-        run_dir.check_folder(run.config, run.inputs)
+        output_dir.check_folder(run.config, run.inputs)
     return run
 
 
@@ -108,7 +107,7 @@ def _run_of(
     config: SFTConfig, engine: EngineSettings, model: str | None, adapter: str | None, data: RunData,
     notes: tuple[str, ...], folder_checked: bool,
 ) -> CheckedRun:  # fmt: skip
-    inputs = run_dir.inputs_of(config, model, adapter, data)
+    inputs = output_dir.inputs_of(config, model, adapter, data)
     return CheckedRun(
         _with_adapter(config, adapter), engine, model, adapter, data.train, data.evaluation, inputs, notes,
         folder_checked,
@@ -206,9 +205,9 @@ def check_script(
             "`train_dataset` is required (or `eval_dataset` alone, to evaluate only); give rows or files."
         )
     sources = (train, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation]))
-    inputs = run_dir.inputs_of(config, model, adapter, sources, tokenizer)
+    inputs = output_dir.inputs_of(config, model, adapter, sources, tokenizer)
     if train is not None:
-        run_dir.check_place(config, inputs)
+        output_dir.check_place(config, inputs)
     if config.val_size and evaluation is not None:
         raise ConfigError(f"val_size is {config.val_size:g}, and there is an eval_dataset; choose one.")
     if config.eval_strategy != "no" and evaluation is None and not (config.val_size and train is not None):

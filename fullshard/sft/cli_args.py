@@ -14,8 +14,8 @@ from typing import Any, Literal
 from fullshard.config.configfile import SUFFIXES, read_file, sort_keys
 from fullshard.config.errors import ConfigError
 from fullshard.config.options import Option, names_of, nearest, options_of, parse_flags
-from fullshard.sft.needs import named_in, turn_on_lora, without_effect
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.unused_options import named_in, turn_on_lora, without_effect
 
 # --- the command line -----------------------------------------------------------------------------------------------
 

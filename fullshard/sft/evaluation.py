@@ -26,9 +26,9 @@ from fullshard.distributed.ranks import exchange
 from fullshard.distributed.watchdog import collectives, watch
 from fullshard.models.router_loss import has_router_loss
 from fullshard.sft.batches import EVALUATION, ScriptLoader, checked_table, trained_tokens
-from fullshard.sft.dataset_options import script_source
 from fullshard.sft.optimizer import ScriptSchedule
 from fullshard.sft.overrides import Calls
+from fullshard.sft.run_data import script_source
 from fullshard.sft.trainer_context import ShardedRun, TrainerContext
 
 

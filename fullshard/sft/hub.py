@@ -16,8 +16,8 @@ from fullshard.checkpoint.manifest import MANIFEST, published_steps, step_name
 from fullshard.config.errors import first_line
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import any_of
+from fullshard.sft.output_dir import CHECKPOINTS, place_of
 from fullshard.sft.results import ResultWriter
-from fullshard.sft.run_dir import CHECKPOINTS, place_of
 from fullshard.sft.sft_config import SFTConfig
 
 NEVER = (f"{CHECKPOINTS}/**", "runs/**", "wandb/**", "wandb.json", ".*", "*.part")

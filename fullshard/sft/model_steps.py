@@ -7,6 +7,7 @@ machine (`present=False`): then nothing runs on it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fullshard.config.errors import ConfigError
 from fullshard.device import accelerator
 from fullshard.distributed import engines
-from fullshard.distributed.ranks import run_on_all_ranks
+from fullshard.distributed.ranks import on_rank_0, run_on_all_ranks
 from fullshard.fsdp import MixedPrecision
+from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora.language_model import freeze_other_parts
 from fullshard.lora.model_size import count_parameters
 from fullshard.lora.trainable_tokens import keep_tables_whole
+from fullshard.models.attention import is_own
+from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.embeddings import add_noise, offload_embedding
-from fullshard.models.packed_inputs import Packed, PackingMethod
+from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
+from fullshard.models.packing_check import PackingVerdict, try_packing
 from fullshard.models.router_loss import set_router_loss
 from fullshard.models.token_loss import TokenLoss
 from fullshard.parallel.settings import EngineSettings
@@ -31,8 +37,7 @@ from fullshard.quant import fp8
 from fullshard.quant.quantize import quantize_model
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say, fuse_adapter, quantization, set_adapter_dtype
-from fullshard.sft.model import choose_packing, packed_inputs
-from fullshard.sft.read_model import choose_attention
+from fullshard.sft.base_model import choose_attention, uses_flash
 from fullshard.sft.sft_config import SFTConfig
 
 PAYS = 1e16
@@ -129,3 +134,43 @@ def _place_embedding(config: SFTConfig, model: Any, device: torch.device, say: S
     by_default = config.use_4bit_quantization and accelerator.runs_triton(device)
     if (by_default if asked is None else asked) and (why_not := offload_embedding(model)) and asked:
         say(f"offload_embedding: {why_not}, so it stays on the device.")
+
+
+# --- packing --------------------------------------------------------------------------------------------------------
+
+
+def choose_packing(
+    config: SFTConfig, model: Any, device: torch.device, say: Say, *, present: bool = True
+) -> PackingMethod:
+    """How this model receives packed rows, found by a trial on the first rank. All ranks must call it.
+
+    Where the device is not in this machine (`present=False`), the trial runs on the CPU.
+    """
+    trial_device = device if present else torch.device("cpu")
+    work = functools.partial(try_packing, model, trial_device, uses_flash(model))
+    verdict: PackingVerdict = on_rank_0(work, "packing check")
+    name = type(get_causal_lm(model)).__name__
+    if verdict.way is not None:
+        if verdict.way.alone or (verdict.way.masks and not is_own(get_causal_lm(model).config)):
+            say(f"packing: documents are kept apart in {name} by {verdict.way}.")
+        return verdict.way
+    if verdict.tried:
+        raise ConfigError(f"packing: {verdict.reason} in {name}, however they are given to it; leave packing out.")
+    if not config.trust_packing:
+        raise ConfigError(
+            f"packing: whether {name} keeps documents in a row apart cannot be tried on a small model of its class "
+            f"({verdict.reason}); leave packing out, or set trust_packing if you know that it does."
+        )
+    if not takes_positions(model):
+        raise ConfigError(f"packing: {name} does not take position_ids, so documents would see each other.")
+    say(f"packing: {name} is trusted to keep documents in a row apart; it could not be tried ({verdict.reason}).")
+    return PackingMethod()
+
+
+def packed_inputs(model: Any, method: PackingMethod | None, precision: str) -> Packed | None:
+    """What isolates packed documents in a model that needs more than position ids, and lets our own attention know
+    which rows are packed; None for other models."""
+    method = method or PackingMethod()
+    if method == PackingMethod() and not is_own(get_causal_lm(model).config):
+        return None
+    return Packed(model, method, dtype_of(precision) if precision != "no" else get_causal_lm(model).dtype)

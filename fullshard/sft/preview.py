@@ -24,7 +24,7 @@ from fullshard.distributed.console import Terminal
 from fullshard.distributed.terminal_text import visible
 from fullshard.sft.batches import EVALUATION, make_table
 from fullshard.sft.checked_run import CheckedRun
-from fullshard.sft.model import prepared_tokenizer, read_tokenizer
+from fullshard.sft.vocabulary import prepared_tokenizer, read_tokenizer
 
 TRAINED, READ, SPECIAL, BORDER = "bold green", "dim", "cyan", "yellow"
 OPEN, CLOSE = "⟦", "⟧"

@@ -24,8 +24,8 @@ from fullshard.report.html_report import write_report
 from fullshard.report.loggers import attempt
 from fullshard.report.records import METRICS_FILE, REPORT_FILE
 from fullshard.report.run_summary import write_card
-from fullshard.sft.model import local_folder
-from fullshard.sft.run_dir import CHECKPOINTS, place_of
+from fullshard.sft.base_model import local_folder
+from fullshard.sft.output_dir import CHECKPOINTS, place_of
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.training_state import Progress
 from fullshard.version import library_versions

@@ -1,7 +1,7 @@
 """The output folder in the course of a run: locked, what an earlier run left is replaced or resumed, and what the run
 records of itself is written: settings, plan, hardware, statistics of the data.
 
-Whether the folder may be used is checked in `run_dir.py`.
+Whether the folder may be used is checked in `output_dir.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fullshard.quant.fp8_linear import FP8Linear
 from fullshard.quant.linear import NF4Linear
 from fullshard.report.loggers import attempt
 from fullshard.report.records import DATA_FILE
-from fullshard.sft import run_dir
+from fullshard.sft import output_dir
+from fullshard.sft.base_model import local_folder
 from fullshard.sft.batches import EVALUATION
 from fullshard.sft.loop import Loop
-from fullshard.sft.model import local_folder
-from fullshard.sft.run_lock import FolderLock
+from fullshard.sft.output_dir import FolderLock
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer_context import Parts
 from fullshard.version import library_versions
@@ -71,9 +71,9 @@ class RunFolder:
 
         def lock() -> EarlierRun:
             if not self.checked:
-                run_dir.check_contents(config, self._inputs)
-            locks.append(run_dir.open_folder(config))
-            return EarlierRun(run_dir.read_settings(run_dir.place_of(config)), run_dir.resumes(config))
+                output_dir.check_contents(config, self._inputs)
+            locks.append(output_dir.open_folder(config))
+            return EarlierRun(output_dir.read_settings(output_dir.place_of(config)), output_dir.resumes(config))
 
         try:
             self._earlier = on_rank_0(lock, "output directory")
@@ -90,7 +90,7 @@ class RunFolder:
         def replace() -> None:
             if not runtime.is_main():
                 return
-            if note := run_dir.remove_earlier(config):
+            if note := output_dir.remove_earlier(config):
                 self._say(note)
             write()
 
@@ -98,8 +98,8 @@ class RunFolder:
 
     def resume(self, config: SFTConfig, loop: Loop, checkpoints: CheckpointManager, earlier: EarlierRun) -> None:
         """Resume from the checkpoint that the settings name, or from the newest one in the folder."""
-        named = run_dir.named_checkpoint(config)
-        if named is not None and not (run_dir.restarted() and checkpoints.latest() is not None):
+        named = output_dir.named_checkpoint(config)
+        if named is not None and not (output_dir.restarted() and checkpoints.latest() is not None):
             loop.load(named)
         elif checkpoints.latest() is None:
             self._say("restarted before the first checkpoint: starting from the beginning")
@@ -110,7 +110,7 @@ class RunFolder:
         self._forget_lost_best(config, loop, checkpoints)
         if not runtime.is_main() or earlier.settings is None or not earlier.resumes:
             return
-        if (changes := run_dir.describe_changes(earlier.settings, config)).startswith("Changed"):
+        if (changes := output_dir.describe_changes(earlier.settings, config)).startswith("Changed"):
             runtime.get_logger().warning("resumed with other settings. %s", changes)
 
     def _forget_lost_best(self, config: SFTConfig, loop: Loop, checkpoints: CheckpointManager) -> None:
@@ -136,10 +136,10 @@ def write_run(config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int,
     if not runtime.is_main():
         return
     plan = estimate.to_json() if estimate is not None else None
-    run_dir.write_settings(config, about_run(config, parts, notes, steps), plan)
+    output_dir.write_settings(config, about_run(config, parts, notes, steps), plan)
     write_data(config, parts)
     # Beside the checkpoints from the start, so that they can be used before the run has ended.
-    save_tokenizer(parts.tokenizer, run_dir.place_of(config))
+    save_tokenizer(parts.tokenizer, output_dir.place_of(config))
 
 
 def about_run(config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def write_data(config: SFTConfig, parts: Parts, streamed: Mapping[str, Any] | No
     for name, table in evaluation.items():
         if table is not None:
             sets.append(describe_table(f"{EVALUATION} ({name})" if name else EVALUATION, table))
-    attempt(DATA_FILE, lambda: replace_text(run_dir.place_of(config) / DATA_FILE, json.dumps({"data_sets": sets})))
+    attempt(DATA_FILE, lambda: replace_text(output_dir.place_of(config) / DATA_FILE, json.dumps({"data_sets": sets})))
 
 
 def describe_table(name: str, table: TokenTable) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Sample generations: a few prompts that the model answers at each evaluation.
 
-Prompts come from the evaluation data (the tokens before the last trained part) or from the user's file (`prompts.py`).
+Prompts come from the evaluation data (the tokens before the last trained part) or from the user's file (`run_data.py`).
 The ranks divide them and generate in step. Answers are greedy, so they draw no random numbers and do not change
 training.
 """
@@ -23,7 +23,7 @@ from fullshard.distributed.ranks import exchange, run_on_all_ranks
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.generate import StopCriteria, answer, generation_prompt, stop_criteria
 from fullshard.report.records import Sample
-from fullshard.sft.prompts import Question, read_prompts
+from fullshard.sft.run_data import Question, read_prompts
 from fullshard.sft.sft_config import SFTConfig
 
 

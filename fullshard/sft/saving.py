@@ -14,11 +14,11 @@ from fullshard.distributed import runtime
 from fullshard.distributed.ranks import agree
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.sft import results
+from fullshard.sft.base_model import local_folder
 from fullshard.sft.hub import Hub
-from fullshard.sft.model import local_folder
+from fullshard.sft.output_dir import CHECKPOINTS, place_of
 from fullshard.sft.overrides import Calls
 from fullshard.sft.results import Summary
-from fullshard.sft.run_dir import CHECKPOINTS, place_of
 from fullshard.sft.trainer_context import TrainerContext
 
 

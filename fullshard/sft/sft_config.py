@@ -20,11 +20,9 @@ from fullshard.config.options import TakesOtherNames, as_list, convert, for_scri
 from fullshard.optim import lr_schedule
 from fullshard.optim import names as optimizer_names
 from fullshard.report.logger_names import KNOWN
-from fullshard.sft.activation_options import ActivationOptions
 from fullshard.sft.adapter_options import AdapterOptions
-from fullshard.sft.argument_methods import ArgumentMethods
 from fullshard.sft.data_options import DataOptions
-from fullshard.sft.trainer_options import TrainerOptions
+from fullshard.sft.training_arguments import ActivationOptions, ArgumentMethods, TrainerOptions
 from fullshard.sft.unused_options import PEER_NAMES, UnusedOptions
 
 Strategy = Literal["no", "steps", "epoch"]

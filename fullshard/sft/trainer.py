@@ -27,7 +27,7 @@ from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.settings import EngineSettings
 from fullshard.report import loggers
 from fullshard.report.reporter import Reporter
-from fullshard.sft import assemble, results, run_dir
+from fullshard.sft import assemble, output_dir, results
 from fullshard.sft.assemble import TrainerFunctions
 from fullshard.sft.batches import total_steps
 from fullshard.sft.callbacks import Callbacks, with_best_metric
@@ -46,7 +46,7 @@ from fullshard.sft.script_methods import Accelerator, AcceleratorState, Plugin, 
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.step_record import step_watchers
 from fullshard.sft.trainer_context import Parts, ShardedRun, Shared, TrainerContext
-from fullshard.sft.trainer_options import quantization_settings
+from fullshard.sft.training_arguments import quantization_settings
 from fullshard.sft.training_step import Optimizers, TrainingStep
 
 
@@ -259,8 +259,8 @@ class SFTTrainer:
         config, parts, events = self.args, self.parts, self.callback_handler
         steps = self._step.train_steps() if parts.train is not None else None
         boards = loggers.opener(config.report_to, config.to_dict(), config.run_name, config.logging_dir)
-        reporter = Reporter(run_dir.place_of(config), total_steps(config, steps), config.progress, boards)
-        first = run_dir.first_adapter(config) if parts.from_weights and run_dir.resumes(config) else None
+        reporter = Reporter(output_dir.place_of(config), total_steps(config, steps), config.progress, boards)
+        first = output_dir.first_adapter(config) if parts.from_weights and output_dir.resumes(config) else None
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)
         hub = Hub(config, writer, reporter.say) if config.push_to_hub else None
         samples = Samples(self._samples, parts.model, reporter.samples) if self._samples is not None else None
@@ -321,14 +321,14 @@ class SFTTrainer:
                 self.is_in_train, self._trained, self._folder.checked = False, True, True
                 loop.reporter.close()  # whatever happened, the terminal is left in order
                 if sys.exception() is not None and runtime.is_main():
-                    report_run(self.args, run_dir.place_of(self.args))  # of what there is until now
+                    report_run(self.args, output_dir.place_of(self.args))  # of what there is until now
 
     def _train(self, loop: Loop, earlier: EarlierRun) -> Any:
         from transformers.trainer_utils import TrainOutput
 
         self._context.run.writer.keep_first()
         with self._saver.open_checkpoints() as checkpoints:
-            if earlier.resumes or run_dir.named_checkpoint(self.args) is not None:
+            if earlier.resumes or output_dir.named_checkpoint(self.args) is not None:
                 self._folder.resume(self.args, loop, checkpoints, earlier)
                 agree(self._write_run, "settings of the run")
             self._context.began, first = time.time(), loop.progress.step
@@ -347,7 +347,7 @@ class SFTTrainer:
         """Start a second training, with the model and the optimizer as they are and a new schedule."""
         loop.begin_again()
         if not resumes:
-            on_rank_0(lambda: run_dir.remove_checkpoints(self.args), "second training")
+            on_rank_0(lambda: output_dir.remove_checkpoints(self.args), "second training")
         if self._optimizers.made_schedule:
             self.lr_scheduler = None
             self.create_scheduler(loop.total)
@@ -375,7 +375,7 @@ def train_run(run: CheckedRun) -> None:
     """Train a checked run, save its result and print where everything is: what `fullshard sft` does on each rank."""
     if not run.folder_checked:
         assemble.join_ranks(run.engine)
-        on_rank_0(functools.partial(run_dir.check_folder, run.config, run.inputs), "output directory")
+        on_rank_0(functools.partial(output_dir.check_folder, run.config, run.inputs), "output directory")
         run = dataclasses.replace(run, folder_checked=True)
     trainer = SFTTrainer.of(run)
     with trainer.locked_folder():  # until the result is written
@@ -391,7 +391,7 @@ def _with_downloads(run: CheckedRun, config: SFTConfig, parts: Parts) -> dict[st
     resolved = {name: [place] for name, place in downloads.items() if place is not None}
     if run.train is not None:
         new = {name: places for name, places in resolved.items() if name not in run.inputs}
-        refuse_inputs(run_dir.place_of(config), "output_dir", new)
+        refuse_inputs(output_dir.place_of(config), "output_dir", new)
     return {**{name: list(paths) for name, paths in run.inputs.items()}, **resolved}
 
 

@@ -20,7 +20,7 @@ from fullshard.planner.activation_budget import ActivationBudget
 from fullshard.report.reporter import Window
 from fullshard.sft.callbacks import Callbacks
 from fullshard.sft.optimizer import Schedule
-from fullshard.sft.run_dir import CHECKPOINTS
+from fullshard.sft.output_dir import CHECKPOINTS
 from fullshard.sft.sft_config import SFTConfig
 
 

@@ -28,6 +28,7 @@ from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.prepare import rebind
+from fullshard.sft.base_model import uses_flash
 from fullshard.sft.batches import (
     COUNTED,
     ScriptLoader,
@@ -40,7 +41,6 @@ from fullshard.sft.batches import (
 )
 from fullshard.sft.optimizer import make_from_class, make_optimizer, make_schedule
 from fullshard.sft.overrides import Calls
-from fullshard.sft.read_model import uses_flash
 from fullshard.sft.trainer_context import TrainerContext
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fullshard.config.errors import ConfigError, DataError, UserError
 from fullshard.data.row_formats import parse_row
 from fullshard.data.sources import DataSource, chain, file_source, hold_back, mix, row_source
-from fullshard.sft.dataset_options import find
+from fullshard.sft.run_data import find
 from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import text_rows, write_rows
 

@@ -21,7 +21,7 @@ from fullshard.data.sources import row_source
 from fullshard.data.token_table import table_key
 from fullshard.data.tokenize import encode_chunk
 from fullshard.sft.batches import describe_data, make_collator, make_stream, make_table, text_settings
-from fullshard.sft.dataset_options import script_source, streamed
+from fullshard.sft.run_data import script_source, streamed
 from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
@@ -179,7 +179,7 @@ def test_settings_that_contradict_each_other() -> None:
 
 @pytest.mark.parametrize("name", ["eos_token", "pad_token"])
 def test_the_tokens_that_end_and_fill_rows(name: str) -> None:
-    from fullshard.sft.model import prepared_tokenizer
+    from fullshard.sft.vocabulary import prepared_tokenizer
 
     tokenizer = make_tokenizer()
     prepared_tokenizer(SFTConfig(**{name: "<s>"}), tokenizer)

@@ -16,7 +16,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.data import find_dataset
 from fullshard.launch import command, sft_command
 from fullshard.sft import __main__ as rank_program
-from fullshard.sft import checked_run, cli_args, dataset_options, run_dir
+from fullshard.sft import checked_run, cli_args, output_dir, run_data
 from fullshard.sft.checked_run import RUN_VARIABLE
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
@@ -29,8 +29,8 @@ PATHS: list[Callable[..., Any]] = [
     checked_run.check_paths, checked_run.starting_point, checked_run.check_model_folder, checked_run.check_report_to,
     find_dataset.check_first_rows,
 ]  # fmt: skip
-FOLDER: list[Callable[..., Any]] = [run_dir.check_place, run_dir.check_contents]
-FOUND: list[Callable[..., Any]] = [dataset_options.find, run_dir.inputs_of]
+FOLDER: list[Callable[..., Any]] = [output_dir.check_place, output_dir.check_contents]
+FOUND: list[Callable[..., Any]] = [run_data.find, output_dir.inputs_of]
 """What is local to a node, so that ranks look for it too."""
 
 
@@ -106,12 +106,12 @@ def test_a_trainer_checks_when_it_is_made_and_the_folder_when_it_trains(tmp_path
         trainer = SFTTrainer(str(place / "model"), args, train_dataset=str(place / "data" / "train.jsonl"))
     expected = {one.__qualname__: 1 for one in (
         SFTConfig.__post_init__, checked_run.sharding_settings, checked_run.starting_point, checked_run.check_report_to,
-        checked_run.check_model_folder, run_dir.check_place, run_dir.inputs_of,
+        checked_run.check_model_folder, output_dir.check_place, output_dir.inputs_of,
     )}  # fmt: skip
     assert made == expected
     with counted() as trained:
         trainer.train()
-    assert trained == once([run_dir.check_contents])
+    assert trained == once([output_dir.check_contents])
 
 
 def test_a_path_that_this_node_lacks_is_named(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from fullshard.config.errors import ConfigError
 from fullshard.models.attention import is_own
 from fullshard.parallel.settings import EngineSettings
 from fullshard.sft import model_steps
+from fullshard.sft.base_model import choose_attention
 from fullshard.sft.checked_run import sharding_settings
 from fullshard.sft.cli_args import config_of
 from fullshard.sft.model_steps import choose_compilation
-from fullshard.sft.read_model import choose_attention
 from tests.pool import ranks
 from tests.sft.runs import losses, settings, train
 from tests.sft.tiny import make_model

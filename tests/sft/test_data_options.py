@@ -16,9 +16,9 @@ from fullshard.data.sources import hold_back
 from fullshard.distributed import runtime
 from fullshard.sft.batches import make_table
 from fullshard.sft.cli_args import parse
-from fullshard.sft.dataset_options import find
-from fullshard.sft.model import prepared_tokenizer
+from fullshard.sft.run_data import find
 from fullshard.sft.trainer import SFTTrainer
+from fullshard.sft.vocabulary import prepared_tokenizer
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
 from tests.sft.runs import losses, settings

@@ -18,10 +18,10 @@ from fullshard.distributed import runtime
 from fullshard.sft import assemble
 from fullshard.sft.cli_args import CommandConfig
 from fullshard.sft.hub import Hub
-from fullshard.sft.needs import turn_on_lora, without_effect
 from fullshard.sft.optimizer_step import OptimizerSteps
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
+from fullshard.sft.unused_options import turn_on_lora, without_effect
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.sft.runs import settings
@@ -222,7 +222,7 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
         again = picture(tmp_path, "again", {}, events)
         assert again == before["{}"], "a run repeats itself, or these pictures show nothing"
     assert not same
-    assert not silent, "without what they need they have no effect, and nobody says so: sft/needs.py"
+    assert not silent, "without what they need they have no effect, and nobody says so: sft/unused_options.py"
 
 
 def is_told(values: dict[str, Any], name: str) -> bool:

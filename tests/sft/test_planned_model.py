@@ -23,8 +23,8 @@ from fullshard.planner.layer_dedup import may_name_a_layer
 from fullshard.planner.planned_model import PlannedModel, planned_model
 from fullshard.planner.tracer import trace_step
 from fullshard.sft import adapter
+from fullshard.sft.base_model import read_model
 from fullshard.sft.model_steps import adapt_model, ready_model
-from fullshard.sft.read_model import read_model
 from fullshard.spmd.mesh import Mesh, VirtualMesh
 from tests.pool import ranks
 from tests.sft.runs import settings, train

@@ -16,8 +16,17 @@ import pytest
 from fullshard.config.errors import ConfigError, WeightsError
 from fullshard.config.paths import check_new_folder, replace_text, save_tokenizer, within
 from fullshard.launch.sft_command import sft
-from fullshard.sft.run_dir import DOOMED, changes, check_folder, open_folder, remove_earlier, resumes, write_settings
-from fullshard.sft.run_lock import LOCK, FolderLock
+from fullshard.sft.output_dir import (
+    DOOMED,
+    LOCK,
+    FolderLock,
+    changes,
+    check_folder,
+    open_folder,
+    remove_earlier,
+    resumes,
+    write_settings,
+)
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
@@ -323,7 +332,7 @@ def test_a_run_that_fails_to_load_leaves_the_earlier_one(tmp_path: Path) -> None
 def test_a_folder_that_another_run_writes_to(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
-        "import sys; from fullshard import SFTConfig; from fullshard.sft.run_dir import open_folder\n"
+        "import sys; from fullshard import SFTConfig; from fullshard.sft.output_dir import open_folder\n"
         f"open_folder(SFTConfig(output_dir={str(out)!r})); print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -16,7 +16,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.data.chat_template import BUILT_IN
 from fullshard.distributed import runtime
 from fullshard.models.generate import end_of_turn, generation_prompt
-from fullshard.sft.prompts import read_prompts
+from fullshard.sft.run_data import read_prompts
 from fullshard.sft.samples import answer_begins, prompts_of
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer

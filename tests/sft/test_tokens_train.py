@@ -28,9 +28,9 @@ from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.causal_lm import embedding_rows
 from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.sft import results
-from fullshard.sft.model import make_room
-from fullshard.sft.run_dir import CHECKPOINTS
+from fullshard.sft.output_dir import CHECKPOINTS
 from fullshard.sft.trainer import SFTTrainer
+from fullshard.sft.vocabulary import make_room
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.data.tiny import chat_rows, make_tokenizer
 from tests.pool import ranks

@@ -1,39 +1,103 @@
-"""The model of a run on the meta device, made from its configuration: sizes, dtype, attention, quantized layers."""
+"""The base model of a run: made on the meta device from the configuration in its folder, or taken over from a script.
+
+Sizes, dtype, attention and quantized layers are decided here; weights are read when the sharding plan is known
+(`assemble.py`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fullshard.config.errors import ConfigError, UserError, one_line
 from fullshard.device import accelerator
+from fullshard.device.torch_private import is_compiled
+from fullshard.distributed.ranks import agree
 from fullshard.lora.language_model import freeze_other_parts, train_language_model
 from fullshard.models.attention import NAME, use_own_attention
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.rope_scaling import scale_rope
 from fullshard.models.tiny_model import LAYERS, WIDTHS
+from fullshard.quant.bitsandbytes_layers import foreign_layers, take_over
 from fullshard.quant.config import Quantization, dense_dtype
-from fullshard.quant.quantize import quantize_model
+from fullshard.quant.quantize import packed_weights, quantize_model
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say
-from fullshard.sft.checked_run import refuse_encoder
+from fullshard.sft.checked_run import CheckedRun, base_of_adapter, refuse_encoder
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.weights import load as loading
-from fullshard.weights.adapter_base import lasting_name
+from fullshard.weights.adapter_base import check_base, lasting_name
+from fullshard.weights.adapter_files import embedding_rows as adapter_rows
+from fullshard.weights.adapter_files import other_rows
 from fullshard.weights.config_limits import check_config
 from fullshard.weights.dtypes import choose_dtype
-from fullshard.weights.locate import has_weights, open_source
+from fullshard.weights.locate import has_weights, open_source, resolve
 
+WRAPPERS = {
+    "DistributedDataParallel": "model.module",
+    "DataParallel": "model.module",
+    "FullyShardedDataParallel": "the model before it was wrapped",
+    "FSDPModule": "the model before fully_shard",
+    "DeepSpeedEngine": "model.module",
+}
 ATTENTION_OF_TORCH = ("eager", "sdpa", "flex_attention", NAME)
 """Attention implementations that need no other package."""
+
+
+# --- where it is ----------------------------------------------------------------------------------------------------
+
+
+class Folders(NamedTuple):
+    """The local folders that a run starts from."""
+
+    base: Path | None
+    """The model's; None for a model in memory."""
+    adapter: Path | None
+    """That of the adapter to resume."""
+    origin: Path | str | None
+    """The model's folder, or the name that a model in memory was loaded from."""
+
+
+def find_folders(run: CheckedRun) -> Folders:
+    """Find the folders of model and adapter; names on the hub are downloaded. All ranks must call it."""
+    adapter_folder = resolve(run.adapter) if run.adapter is not None else None
+    model = run.model if run.model is not None or adapter_folder is None else base_of_adapter(adapter_folder)
+    revision = {"revision": run.config.revision} if run.config.revision else {}
+    base = resolve(model, **revision) if isinstance(model, str | Path) else None
+    if base is not None:
+        agree(lambda: check_config(base), "model configuration")
+    origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
+    if adapter_folder is not None and origin is not None:
+        agree(lambda: check_base(adapter_folder, origin), "base of the adapter")
+    return Folders(base, adapter_folder, origin)
+
+
+def has_own_tables(model: Any, folders: Folders) -> bool:
+    """Whether embedding and output head belong to the adapter, because those of its base differ."""
+    if folders.adapter is not None:
+        return bool(adapter_rows(folders.adapter))
+    if folders.base is not None:
+        return False
+    inner = get_causal_lm(model)
+    return other_rows(getattr(inner.config, "_name_or_path", None), inner.config)
+
+
+def local_folder(model: Any) -> str | None:
+    """The folder or name that a model was loaded from, for model cards and adapters."""
+    name = getattr(model.config, "_name_or_path", None)
+    return str(Path(name)) if name and Path(name).exists() else name or None
+
+
+# --- from a folder --------------------------------------------------------------------------------------------------
 
 
 def read_model(
@@ -192,3 +256,86 @@ def choose_attention(config: SFTConfig, model: Any, device: torch.device, given:
 def uses_flash(model: Any) -> bool:
     """Whether the model runs FlashAttention."""
     return "flash" in str(getattr(model.config, "_attn_implementation", None))
+
+
+# --- in memory ------------------------------------------------------------------------------------------------------
+
+
+def take_model(model: Any) -> None:
+    """Prepare a model in memory for the run, in place: bitsandbytes' 4-bit layers become ours."""
+    _check_kind(model)
+    inner = get_causal_lm(model)
+    _check_causal(inner)
+    if empty := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise ConfigError(
+            f"model: {len(empty)} parameter(s) of the {type(inner).__name__} have no values ({empty[0]} is on the meta "
+            f"device); give the model's name or folder, or load its weights first."
+        )
+    _leave_devices(inner)
+    _take_quantized(model, inner)
+
+
+def _check_kind(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is {type(model).__name__}; expected a name, a folder, or a model of transformers.")
+    for kind in type(model).__mro__:
+        if kind.__name__ in WRAPPERS:
+            raise ConfigError(
+                f"model is a {type(model).__name__} ({kind.__name__}), but the trainer distributes the model itself; "
+                f"give {WRAPPERS[kind.__name__]}."
+            )
+    if compiled := [name for name, module in model.named_modules() if is_compiled(module)]:
+        raise ConfigError(
+            f"model: {compiled[0] or type(model).__name__} is compiled already, but layers are compiled after they are "
+            f"sharded; give the model without torch.compile, and set torch_compile."
+        )
+    if not hasattr(get_causal_lm(model), "config"):
+        raise ConfigError(f"model is a {type(model).__name__} without a config; expected a model of transformers.")
+
+
+def _check_causal(model: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(f"model is a {name}, an encoder-decoder; expected a causal language model.")
+    refuse_encoder("model", model.config.to_dict())
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    known = head is not None or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    taken = inspect.signature(type(model).forward).parameters
+    takes_labels = "labels" in taken or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    if not known or not takes_labels:
+        raise ConfigError(
+            f"model is a {name}, which has no language-model head or computes no loss; expected a causal language "
+            f"model (AutoModelForCausalLM)."
+        )
+
+
+def _leave_devices(model: Any) -> None:
+    """Forget the device map of a model on one device: the engine places the shards."""
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"model: its device_map spreads it over {', '.join(sorted(devices))}, but the trainer distributes the "
+            f"model itself; load it without device_map."
+        )
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        from accelerate.hooks import remove_hook_from_submodules
+
+        remove_hook_from_submodules(model)  # they move inputs to the device of the map
+    vars(model).pop("hf_device_map", None)
+
+
+def _take_quantized(model: Any, inner: Any) -> None:
+    if take_over(model, inner) or packed_weights(model):
+        return
+    asked = getattr(inner.config, "quantization_config", None)
+    fields = asked if isinstance(asked, dict) else getattr(asked, "__dict__", {})
+    if asked is None and not foreign_layers(model, "Linear8bitLt"):
+        return
+    method = fields.get("quant_method", "bitsandbytes")
+    eight = " in 8 bits" if foreign_layers(model, "Linear8bitLt") else ""
+    raise ConfigError(
+        f"model is quantized by {getattr(method, 'value', method)}{eight}, which cannot be sharded; load it without "
+        f"quantization, or in 4 bits with BitsAndBytesConfig(load_in_4bit=True)."
+    )

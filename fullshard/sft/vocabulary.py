@@ -1,76 +1,25 @@
-"""Model, tokenizer and data of a run fitted to each other before weights are read: the chat template and the tokens it
-needs, rows that the model can take, packing.
-
-`read_model.py` makes the model; weights are read when the sharding plan is known (`assemble.py`).
+"""Tokenizer and model fitted to each other before weights are read: the chat template, a row for every token that it
+needs, data that the model can take.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from fullshard.config.errors import ConfigError, one_line
 from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
-from fullshard.distributed.ranks import agree, on_rank_0
-from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora import virtual_tokens
-from fullshard.models.attention import is_own
 from fullshard.models.causal_lm import embedding_rows, get_causal_lm
-from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
-from fullshard.models.packing_check import PackingVerdict, try_packing
 from fullshard.models.rope_scaling import longest_document
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say
-from fullshard.sft.checked_run import CheckedRun, base_of_adapter
-from fullshard.sft.dataset_options import needed, templates_of
-from fullshard.sft.read_model import uses_flash
+from fullshard.sft.run_data import needed, templates_of
 from fullshard.sft.sft_config import SFTConfig
-from fullshard.weights.adapter_base import check_base
-from fullshard.weights.adapter_files import embedding_rows as adapter_rows
-from fullshard.weights.adapter_files import other_rows, stored_rows
-from fullshard.weights.config_limits import check_config
-from fullshard.weights.locate import resolve
+from fullshard.weights.adapter_files import stored_rows
 from fullshard.weights.transforms import grow_in_memory
-
-
-class Folders(NamedTuple):
-    """The local folders that a run starts from."""
-
-    base: Path | None
-    """The model's; None for a model in memory."""
-    adapter: Path | None
-    """That of the adapter to resume."""
-    origin: Path | str | None
-    """The model's folder, or the name that a model in memory was loaded from."""
-
-
-def find_folders(run: CheckedRun) -> Folders:
-    """Find the folders of model and adapter; names on the hub are downloaded. All ranks must call it."""
-    adapter_folder = resolve(run.adapter) if run.adapter is not None else None
-    model = run.model if run.model is not None or adapter_folder is None else base_of_adapter(adapter_folder)
-    revision = {"revision": run.config.revision} if run.config.revision else {}
-    base = resolve(model, **revision) if isinstance(model, str | Path) else None
-    if base is not None:
-        agree(lambda: check_config(base), "model configuration")
-    origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
-    if adapter_folder is not None and origin is not None:
-        agree(lambda: check_base(adapter_folder, origin), "base of the adapter")
-    return Folders(base, adapter_folder, origin)
-
-
-def has_own_tables(model: Any, folders: Folders) -> bool:
-    """Whether embedding and output head belong to the adapter, because those of its base differ."""
-    if folders.adapter is not None:
-        return bool(adapter_rows(folders.adapter))
-    if folders.base is not None:
-        return False
-    inner = get_causal_lm(model)
-    return other_rows(getattr(inner.config, "_name_or_path", None), inner.config)
 
 
 def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | None = None) -> Any:
@@ -212,49 +161,3 @@ def check_rows(model: Any, table: TokenTable) -> None:
             f"the data has token {top}, the model's embedding {embedding_rows(model)} rows: the data was tokenized for "
             f"another model."
         )
-
-
-def local_folder(model: Any) -> str | None:
-    """The folder or name that a model was loaded from, for model cards and adapters."""
-    name = getattr(model.config, "_name_or_path", None)
-    return str(Path(name)) if name and Path(name).exists() else name or None
-
-
-# --- packing --------------------------------------------------------------------------------------------------------
-
-
-def choose_packing(
-    config: SFTConfig, model: Any, device: torch.device, say: Say, *, present: bool = True
-) -> PackingMethod:
-    """How this model receives packed rows, found by a trial on the first rank. All ranks must call it.
-
-    Where the device is not in this machine (`present=False`), the trial runs on the CPU.
-    """
-    trial_device = device if present else torch.device("cpu")
-    work = functools.partial(try_packing, model, trial_device, uses_flash(model))
-    verdict: PackingVerdict = on_rank_0(work, "packing check")
-    name = type(get_causal_lm(model)).__name__
-    if verdict.way is not None:
-        if verdict.way.alone or (verdict.way.masks and not is_own(get_causal_lm(model).config)):
-            say(f"packing: documents are kept apart in {name} by {verdict.way}.")
-        return verdict.way
-    if verdict.tried:
-        raise ConfigError(f"packing: {verdict.reason} in {name}, however they are given to it; leave packing out.")
-    if not config.trust_packing:
-        raise ConfigError(
-            f"packing: whether {name} keeps documents in a row apart cannot be tried on a small model of its class "
-            f"({verdict.reason}); leave packing out, or set trust_packing if you know that it does."
-        )
-    if not takes_positions(model):
-        raise ConfigError(f"packing: {name} does not take position_ids, so documents would see each other.")
-    say(f"packing: {name} is trusted to keep documents in a row apart; it could not be tried ({verdict.reason}).")
-    return PackingMethod()
-
-
-def packed_inputs(model: Any, method: PackingMethod | None, precision: str) -> Packed | None:
-    """What isolates packed documents in a model that needs more than position ids, and lets our own attention know
-    which rows are packed; None for other models."""
-    method = method or PackingMethod()
-    if method == PackingMethod() and not is_own(get_causal_lm(model).config):
-        return None
-    return Packed(model, method, dtype_of(precision) if precision != "no" else get_causal_lm(model).dtype)
