@@ -24,7 +24,7 @@ from fullshard.models.rope_scaling import longest_document
 from fullshard.models.router_loss import has_router_loss
 from fullshard.sft.base_model import uses_flash
 from fullshard.sft.batches import StepLoader, Steps, make_collator, text_settings
-from fullshard.sft.run_data import find
+from fullshard.sft.run_data import find_run_data
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.vocabulary import prepared_tokenizer, read_tokenizer
 
@@ -119,7 +119,7 @@ def lengths_of_data(config: SFTConfig, model: Any, adapter: Any) -> tuple[Sequen
     try:
         tokenizer = read_tokenizer(config, model, Path(adapter).expanduser() if adapter is not None else None)
         prepared_tokenizer(config, tokenizer)
-        source = find(config).train
+        source = find_run_data(config).train
         if config.val_size:
             source, _ = hold_back(source, config.val_size, config.seed, config.streaming)
         settings = text_settings(config, tokenizer)

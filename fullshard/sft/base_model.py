@@ -21,7 +21,7 @@ from torch import nn
 from fullshard.config.errors import ConfigError, UserError, one_line
 from fullshard.device import accelerator
 from fullshard.device.torch_private import is_compiled
-from fullshard.distributed.ranks import agree
+from fullshard.distributed.ranks import agree, run_on_all_ranks
 from fullshard.lora.language_model import freeze_other_parts, train_language_model
 from fullshard.models.attention import NAME, use_own_attention
 from fullshard.models.causal_lm import get_causal_lm
@@ -56,7 +56,7 @@ ATTENTION_OF_TORCH = ("eager", "sdpa", "flex_attention", NAME)
 # --- where it is ----------------------------------------------------------------------------------------------------
 
 
-class Folders(NamedTuple):
+class ModelFolders(NamedTuple):
     """The local folders that a run starts from."""
 
     base: Path | None
@@ -67,7 +67,7 @@ class Folders(NamedTuple):
     """The model's folder, or the name that a model in memory was loaded from."""
 
 
-def find_folders(run: CheckedRun) -> Folders:
+def locate_model(run: CheckedRun) -> ModelFolders:
     """Find the folders of model and adapter; names on the hub are downloaded. All ranks must call it."""
     adapter_folder = resolve(run.adapter) if run.adapter is not None else None
     model = run.model if run.model is not None or adapter_folder is None else base_of_adapter(adapter_folder)
@@ -78,17 +78,31 @@ def find_folders(run: CheckedRun) -> Folders:
     origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     if adapter_folder is not None and origin is not None:
         agree(lambda: check_base(adapter_folder, origin), "base of the adapter")
-    return Folders(base, adapter_folder, origin)
+    return ModelFolders(base, adapter_folder, origin)
 
 
-def has_own_tables(model: Any, folders: Folders) -> bool:
-    """Whether embedding and output head belong to the adapter, because those of its base differ."""
-    if folders.adapter is not None:
-        return bool(adapter_rows(folders.adapter))
-    if folders.base is not None:
-        return False
-    inner = get_causal_lm(model)
-    return other_rows(getattr(inner.config, "_name_or_path", None), inner.config)
+def has_own_tables(model: Any, folders: ModelFolders) -> bool:
+    """Whether embedding and output head belong to the adapter, because those of its base differ. All ranks must call
+    it."""
+
+    def differ() -> bool:
+        if folders.adapter is not None:
+            return bool(adapter_rows(folders.adapter))
+        if folders.base is not None:
+            return False
+        inner = get_causal_lm(model)
+        return other_rows(getattr(inner.config, "_name_or_path", None), inner.config)
+
+    return any(agree(differ, "embeddings of the adapter"))
+
+
+def load_base_model(run: CheckedRun, folders: ModelFolders, device: torch.device, say: Say) -> Any:
+    """The model that the run starts from: made from its folder without weights, or the one in memory. All ranks must
+    call it."""
+    if (base := folders.base) is not None:
+        return run_on_all_ranks(lambda: read_model(run.config, base, device, say), "model without weights")
+    agree(lambda: take_over_model(run.model), "model in memory")
+    return run.model
 
 
 def local_folder(model: Any) -> str | None:
@@ -108,9 +122,9 @@ def read_model(
 
     For a plan (`present=False`) the device need not be in this machine, the folder needs no weights and may be a bare
     config.json, and `condense` may take layers away before the others are quantized. With `all_parts`, those that text
-    does not use stay, as in a model that is given in memory.
+    does not use stay, as in a model in memory.
     """
-    shape = read_shape(config, place, say)
+    shape = read_model_config(config, place, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{place} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
@@ -120,7 +134,7 @@ def read_model(
             f"config.json); give the folder of the model before quantization, or leave base_dtype out."
         )
     four_bits = Quantization.of(packed) if packed is not None else adapter.quantization(config)
-    shape._attn_implementation = attention(config, device, say, present=present)
+    shape._attn_implementation = attention_implementation(config, device, say, present=present)
     with contextlib.ExitStack() as stack:
         source = None
         if present or (_depends_on_files(config, shape) and has_weights(place)):
@@ -141,7 +155,7 @@ def read_model(
                 f"{place}: no {shape.model_type} model can be built with the sizes in its config.json: "
                 f"{one_line(error)}"
             ) from error
-        check_sizes(place if place.is_file() else place / "config.json", config.config_changes)
+        check_model_sizes(place if place.is_file() else place / "config.json", config.config_changes)
         if line := (freeze_other_parts if all_parts else train_language_model)(model):
             say(line)
         if source is not None:
@@ -162,7 +176,7 @@ def _depends_on_files(config: SFTConfig, shape: Any) -> bool:
     return not stated or tied or getattr(shape, "quantization_config", None) is not None
 
 
-def read_shape(config: SFTConfig, place: Path, say: Say) -> Any:
+def read_model_config(config: SFTConfig, place: Path, say: Say) -> Any:
     """The model's configuration, with the changes that the settings make."""
     import transformers
     from transformers import AutoConfig
@@ -194,7 +208,7 @@ def read_shape(config: SFTConfig, place: Path, say: Say) -> Any:
     return shape
 
 
-def check_sizes(file: Path, changes: Mapping[str, Any]) -> None:
+def check_model_sizes(file: Path, changes: Mapping[str, Any]) -> None:
     """Refuse a config.json without sizes: transformers would take those of some default model."""
     try:
         stated = json.loads(file.read_text(encoding="utf-8"))
@@ -212,7 +226,7 @@ def check_sizes(file: Path, changes: Mapping[str, Any]) -> None:
             )
 
 
-def attention(config: SFTConfig, device: torch.device, say: Say, *, present: bool = True) -> str | None:
+def attention_implementation(config: SFTConfig, device: torch.device, say: Say, *, present: bool = True) -> str | None:
     """The attention implementation that the settings ask for; None leaves the choice open.
 
     On a machine without the device (`present=False`), kernels of other packages need not be installed.
@@ -235,9 +249,9 @@ def attention(config: SFTConfig, device: torch.device, say: Say, *, present: boo
     return None
 
 
-def choose_attention(config: SFTConfig, model: Any, device: torch.device, given: bool) -> None:
-    """Let a model run our own attention: if the settings ask for it, and on GPUs if they leave it open. One that was
-    `given` in memory may have been made with an implementation of the script's choice: only transformers' default is
+def choose_attention(config: SFTConfig, model: Any, device: torch.device, in_memory: bool) -> None:
+    """Let a model run our own attention: if the settings ask for it, and on GPUs if they leave it open. One that is
+    `in_memory` may have been made with an implementation of the script's choice: only transformers' default is
     replaced."""
     if config.attn_implementation == NAME:
         if not use_own_attention(model):
@@ -247,7 +261,7 @@ def choose_attention(config: SFTConfig, model: Any, device: torch.device, given:
             )
         return
     open_to_choice = not config.attn_implementation and not uses_flash(get_causal_lm(model))
-    if given and getattr(get_causal_lm(model).config, "_attn_implementation", None) != "sdpa":
+    if in_memory and getattr(get_causal_lm(model).config, "_attn_implementation", None) != "sdpa":
         open_to_choice = False
     if open_to_choice and accelerator.runs_inductor(device):
         use_own_attention(model)
@@ -261,7 +275,7 @@ def uses_flash(model: Any) -> bool:
 # --- in memory ------------------------------------------------------------------------------------------------------
 
 
-def take_model(model: Any) -> None:
+def take_over_model(model: Any) -> None:
     """Prepare a model in memory for the run, in place: bitsandbytes' 4-bit layers become ours."""
     _check_kind(model)
     inner = get_causal_lm(model)
@@ -329,9 +343,9 @@ def _leave_devices(model: Any) -> None:
 def _take_quantized(model: Any, inner: Any) -> None:
     if take_over(model, inner) or packed_weights(model):
         return
-    asked = getattr(inner.config, "quantization_config", None)
-    fields = asked if isinstance(asked, dict) else getattr(asked, "__dict__", {})
-    if asked is None and not foreign_layers(model, "Linear8bitLt"):
+    quantization = getattr(inner.config, "quantization_config", None)
+    fields = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", {})
+    if quantization is None and not foreign_layers(model, "Linear8bitLt"):
         return
     method = fields.get("quant_method", "bitsandbytes")
     eight = " in 8 bits" if foreign_layers(model, "Linear8bitLt") else ""

@@ -279,6 +279,7 @@ class _Results:
         self.sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
 
     def add(self, batch: Batch, stands_in: bool, loss: Any) -> None:
+        """Add a batch's loss, and its rows."""
         if stands_in:
             return
         labels, rows = batch.get("labels"), len(next(iter(batch.values())))
@@ -293,7 +294,7 @@ def _batches(dataloader: Any) -> Iterator[tuple[Batch, int | None]]:
     """This rank's micro-batches, and the number of rows in each, without padding: 0 if one stands in for rows that this
     rank does not have, None for all."""
     loader = dataloader if hasattr(dataloader, "next_epoch") else ScriptLoader(dataloader, 1, "get_eval_dataloader")
-    for step in loader.one_pass():
+    for step in loader.one_epoch():
         for batch, rows in zip(step.batches, step.mine, strict=True):
             padded = engines.current().compiles_steps and isinstance(getattr(loader, "collate_fn", None), Collator)
             yield batch, len(rows) if padded or not rows else None

@@ -16,7 +16,7 @@ from fullshard.checkpoint.manifest import MANIFEST, published_steps, step_name
 from fullshard.config.errors import first_line
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import any_of
-from fullshard.sft.output_dir import CHECKPOINTS, place_of
+from fullshard.sft.output_dir import CHECKPOINTS, output_path
 from fullshard.sft.results import ResultWriter
 from fullshard.sft.sft_config import SFTConfig
 
@@ -88,7 +88,7 @@ class Hub:
 
     @property
     def _place(self) -> Path:
-        return place_of(self.config)
+        return output_path(self.config)
 
     @property
     def _name(self) -> str:

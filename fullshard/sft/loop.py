@@ -33,7 +33,7 @@ from fullshard.sft.training_state import Progress, TrainingState
 class LoopFunctions:
     """What the loop has others do; a script may replace most of it (see `overrides.py`)."""
 
-    counted: Callable[[Step], Step]
+    count_tokens: Callable[[Step], Step]
     """A step with the number of its trained tokens, over all ranks."""
     evaluate: Callable[[], dict[str, float]]
     is_best: Callable[[dict[str, float]], bool]
@@ -104,7 +104,7 @@ class Loop:
             for step in data:
                 if new_epoch:
                     self.notify("on_epoch_begin")
-                step = self.functions.counted(step)
+                step = self.functions.count_tokens(step)
                 taken, self.streamed = self.activations.run(self.steps.take, step), step.pick.facts
                 if taken:
                     self._end_step(step)

@@ -1,4 +1,4 @@
-"""The steps from a bare model to one that can be sharded, in order. A run and its plan take the same ones.
+"""The steps from a bare model to a sharded one, in order. A run and its plan take the same ones, but the last.
 
 Everything that depends on the device gets it as an argument. A plan is made for a device that need not be in this
 machine (`present=False`): then nothing runs on it.
@@ -19,8 +19,10 @@ from fullshard.config.errors import ConfigError
 from fullshard.device import accelerator
 from fullshard.distributed import engines
 from fullshard.distributed.ranks import on_rank_0, run_on_all_ranks
+from fullshard.distributed.watchdog import collectives
 from fullshard.fsdp import MixedPrecision
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.lora.fused import report_sharded
 from fullshard.lora.language_model import freeze_other_parts
 from fullshard.lora.model_size import count_parameters
 from fullshard.lora.trainable_tokens import keep_tables_whole
@@ -32,6 +34,7 @@ from fullshard.models.packed_inputs import Packed, PackingMethod, takes_position
 from fullshard.models.packing_check import PackingVerdict, try_packing
 from fullshard.models.router_loss import set_router_loss
 from fullshard.models.token_loss import TokenLoss
+from fullshard.parallel.model import shard_model
 from fullshard.parallel.settings import EngineSettings
 from fullshard.quant import fp8
 from fullshard.quant.quantize import quantize_model
@@ -40,24 +43,24 @@ from fullshard.sft.adapter import Say, fuse_adapter, quantization, set_adapter_d
 from fullshard.sft.base_model import choose_attention, uses_flash
 from fullshard.sft.sft_config import SFTConfig
 
-PAYS = 1e16
-"""Floating-point operations per rank from which on a run is compiled: about a minute of one GPU, which is what
-compiling takes. 13 steps of 16,384 tokens with 8 billion parameters."""
+COMPILE_FROM = 1e16
+"""Floating-point operations per rank that amortize compilation: about a minute of one GPU, which is what compiling
+takes. 13 steps of 16,384 tokens with 8 billion parameters."""
 
 
 def choose_compilation(
     config: SFTConfig, engine: EngineSettings, parameters: int, steps: int, device: torch.device
 ) -> EngineSettings:
-    """The sharding settings with the compiler that `torch_compile` leaves open: torch's default one on GPUs, for models
-    of so many parameters that so many steps pay for it."""
+    """The sharding settings with the compiler that `torch_compile` leaves open: torch's default one on GPUs, where
+    so many steps of a model of this size amortize compilation."""
     if config.torch_compile is not None or engine.backend.lower() != "no":
         return engine
-    if not accelerator.runs_inductor(device) or operations(config, parameters, steps) < PAYS:
+    if not accelerator.runs_inductor(device) or training_flops(config, parameters, steps) < COMPILE_FROM:
         return engine
     return dataclasses.replace(engine, backend="inductor")
 
 
-def operations(config: SFTConfig, parameters: int, steps: int) -> float:
+def training_flops(config: SFTConfig, parameters: int, steps: int) -> float:
     """Floating-point operations of a rank in so many steps, for full rows: 6 per parameter and token."""
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return 6.0 * parameters * steps * rows * (config.max_length or 1)
@@ -73,17 +76,16 @@ class AdaptedModel(NamedTuple):
 
 def adapt_model(
     config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None,
-    device: torch.device, say: Say, *, given: bool = False, trains: bool = True, present: bool = True,
+    device: torch.device, say: Say, *, in_memory: bool = False, trains: bool = True, present: bool = True,
 ) -> AdaptedModel:  # fmt: skip
-    """Choose attention and packing, quantize a model that was `given` in memory, add the adapter. All ranks must call
-    it."""
-    if given and not hasattr(model, "peft_config") and (line := freeze_other_parts(model)):
+    """Choose attention and packing, quantize a model that is `in_memory`, add the adapter. All ranks must call it."""
+    if in_memory and not hasattr(model, "peft_config") and (line := freeze_other_parts(model)):
         say(line)
-    choose_attention(config, model, device, given)
+    choose_attention(config, model, device, in_memory)
     packing = choose_packing(config, model, device, say, present=present) if config.keeps_apart else None
     if note := run_on_all_ranks(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
-    if given and (chosen := config.base_dtype or quantization(config)) is not None:
+    if in_memory and (chosen := config.base_dtype or quantization(config)) is not None:
         model = quantize_model(model, chosen)
     if config.base_dtype and present and (slower := fp8.hardware_note(device)):
         say(f"base_dtype {config.base_dtype}: {slower}")
@@ -95,7 +97,7 @@ def adapt_model(
 
 @dataclass(frozen=True)
 class ReadyModel:
-    """What was made of a model so that it can be sharded."""
+    """How a model is to be sharded, and what was attached to it."""
 
     engine: EngineSettings
     """The sharding settings, with the compiler where the settings leave it open."""
@@ -130,10 +132,25 @@ def ready_model(
 
 def _place_embedding(config: SFTConfig, model: Any, device: torch.device, say: Say) -> None:
     """Keep the input embedding on the host, if the settings or the size of the other weights say so."""
-    asked = config.offload_embedding
+    wanted = config.offload_embedding
     by_default = config.use_4bit_quantization and accelerator.runs_triton(device)
-    if (by_default if asked is None else asked) and (why_not := offload_embedding(model)) and asked:
+    if (by_default if wanted is None else wanted) and (why_not := offload_embedding(model)) and wanted:
         say(f"offload_embedding: {why_not}, so it stays on the device.")
+
+
+def shard_ready_model(config: SFTConfig, model: Any, ready: ReadyModel, say: Say) -> Any:
+    """The model sharded over the ranks, without weights. All ranks must call it."""
+    collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
+    compiled = engines.current().compiles_steps  # then the compiler issues collectives
+    waits: dict[str, Any] = {} if compiled else {"timeout": config.ddp_timeout}
+    sharded = shard_model(model, ready.engine, say=say, mixed_precision=ready.precision, **waits)
+    if note := report_sharded(sharded, ready.precision.param_dtype).note():
+        say(note)
+    if not compiled:
+        mesh = sharded._fullshard_mesh
+        along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
+        collectives.set_timeout(along_axes, config.ddp_timeout)
+    return sharded
 
 
 # --- packing --------------------------------------------------------------------------------------------------------
@@ -142,7 +159,7 @@ def _place_embedding(config: SFTConfig, model: Any, device: torch.device, say: S
 def choose_packing(
     config: SFTConfig, model: Any, device: torch.device, say: Say, *, present: bool = True
 ) -> PackingMethod:
-    """How this model receives packed rows, found by a trial on the first rank. All ranks must call it.
+    """How this model receives packed rows, tried on the first rank. All ranks must call it.
 
     Where the device is not in this machine (`present=False`), the trial runs on the CPU.
     """

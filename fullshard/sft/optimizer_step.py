@@ -46,7 +46,7 @@ ROWS_NAMED = 16
 class StepFunctions:
     """What a step calls that a script may replace; see `overrides.py`."""
 
-    items: Callable[[Step], Any]
+    num_items: Callable[[Step], Any]
     """The number of trained tokens of a step, as `training_step` gets it."""
     training_step: Callable[..., Any]
     """Forward and backward over a micro-batch; its loss."""
@@ -93,7 +93,7 @@ class IssuedStep:
             )
         return self._result
 
-    def why_unusable(self) -> str:
+    def describe_nonfinite(self) -> str:
         """Which of its values is not finite, and the rows that it came from. All ranks must call it."""
         result = self.result()
         each = zip(self.step.mine, self.losses, strict=True)
@@ -124,7 +124,8 @@ class OptimizerSteps:
         self.config, self.state, self.micro, self.packed = config, state, micro, packed
         self.functions, self.notify = functions, notify
         self._close_report = close_report
-        self._unread: deque[IssuedStep] = deque()  # issued and counted, but their values have not been read
+        self._pending: deque[IssuedStep] = deque()
+        """Steps that were issued and counted, whose values were not read yet."""
         self.last: StepResult | None = None
         """The metrics of the step that was read last."""
         self.rate = 0.0
@@ -137,7 +138,7 @@ class OptimizerSteps:
         watch.begin_step(progress.step + 1)
         self.rate = self.state.schedule.set(progress.step - progress.skipped)  # a skipped step is no update
         self._seed(progress.step)
-        batches, items = step.batches, self.functions.items(step)
+        batches, items = step.batches, self.functions.num_items(step)
         self.micro.take_measured()
         if scaler.is_enabled():
             scaler.scale(torch.zeros(1, device=runtime.device()))  # it has a scale before the first step too
@@ -166,19 +167,19 @@ class OptimizerSteps:
         self._count(issued, updated)
         return True
 
-    def rows(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
-        """Inside, packed documents are isolated in passes over this batch, recomputed ones included."""
+    def isolate_documents(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Inside, packed documents are isolated in forward passes over this batch, recomputed ones included."""
         return self.packed.rows(batch) if self.packed is not None else known_rows(batch.get("position_ids"))
 
     def read_values(self, but: float = 0) -> None:
         """Read and add up the values of the steps issued so far, but the last ones. Stops the run at a step that has
         changed nothing because its loss or gradient is not finite."""
-        while len(self._unread) > but:
-            issued = self._unread[0]
+        while len(self._pending) > but:
+            issued = self._pending[0]
             result = issued.result()
             if self.guard is not None and not math.isfinite(result.loss + result.grad_norm):
                 self._handle_nonfinite(issued)
-            self._unread.popleft()
+            self._pending.popleft()
             self.functions.add_flos(result.flos)
             self.state.progress.add_loss(result.loss)
             tokens = issued.step.pick.tokens
@@ -201,7 +202,7 @@ class OptimizerSteps:
         """Forward and backward over one micro-batch; its loss, detached."""
         self.micro.stands_in, model = stands_in, self.state.model
         accumulates = more and not self.config.sync_each_batch
-        with model.no_sync() if accumulates else contextlib.nullcontext(), self.rows(batch):
+        with model.no_sync() if accumulates else contextlib.nullcontext(), self.isolate_documents(batch):
             loss = self.functions.training_step(model, batch, num_items_in_batch=items)
         loss = torch.as_tensor(loss, device=runtime.device()).detach().double()
         return torch.zeros_like(loss) if stands_in else loss
@@ -239,16 +240,16 @@ class OptimizerSteps:
         progress.step, progress.tokens = progress.step + 1, progress.tokens + pick.tokens
         progress.epoch, progress.position = pick.epoch, pick.position
         progress.skipped += not updated
-        self._unread.append(issued)
+        self._pending.append(issued)
         self.read_values(but=math.inf if engines.current().compiles_steps else 1)
 
     def _handle_nonfinite(self, issued: IssuedStep) -> None:
         """Stop the run at a step whose loss or gradient is not finite, unless `on_nonfinite_loss` is skip."""
-        number, what = issued.place["step"] + 1, issued.why_unusable()
+        number, what = issued.place["step"] + 1, issued.describe_nonfinite()
         if self.config.on_nonfinite_loss == "stop":
             # Back to its place: the steps issued since have changed nothing either.
             progress = self.state.progress
-            self._unread.clear()
+            self._pending.clear()
             progress.go_back(issued.place)
             self.notify.state.global_step, self.notify.state.epoch = progress.step, progress.epoch
             if self.guard is not None:

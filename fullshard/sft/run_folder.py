@@ -72,8 +72,8 @@ class RunFolder:
         def lock() -> EarlierRun:
             if not self.checked:
                 output_dir.check_contents(config, self._inputs)
-            locks.append(output_dir.open_folder(config))
-            return EarlierRun(output_dir.read_settings(output_dir.place_of(config)), output_dir.resumes(config))
+            locks.append(output_dir.lock_output_dir(config))
+            return EarlierRun(output_dir.read_settings(output_dir.output_path(config)), output_dir.resumes(config))
 
         try:
             self._earlier = on_rank_0(lock, "output directory")
@@ -90,7 +90,7 @@ class RunFolder:
         def replace() -> None:
             if not runtime.is_main():
                 return
-            if note := output_dir.remove_earlier(config):
+            if note := output_dir.remove_earlier_run(config):
                 self._say(note)
             write()
 
@@ -139,7 +139,7 @@ def write_run(config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int,
     output_dir.write_settings(config, about_run(config, parts, notes, steps), plan)
     write_data(config, parts)
     # Beside the checkpoints from the start, so that they can be used before the run has ended.
-    save_tokenizer(parts.tokenizer, output_dir.place_of(config))
+    save_tokenizer(parts.tokenizer, output_dir.output_path(config))
 
 
 def about_run(config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int) -> dict[str, Any]:
@@ -198,7 +198,9 @@ def write_data(config: SFTConfig, parts: Parts, streamed: Mapping[str, Any] | No
     for name, table in evaluation.items():
         if table is not None:
             sets.append(describe_table(f"{EVALUATION} ({name})" if name else EVALUATION, table))
-    attempt(DATA_FILE, lambda: replace_text(output_dir.place_of(config) / DATA_FILE, json.dumps({"data_sets": sets})))
+    attempt(
+        DATA_FILE, lambda: replace_text(output_dir.output_path(config) / DATA_FILE, json.dumps({"data_sets": sets}))
+    )
 
 
 def describe_table(name: str, table: TokenTable) -> dict[str, Any]:

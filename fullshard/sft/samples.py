@@ -50,6 +50,7 @@ class Samples:
         self.samples, self.model, self.record = samples, model, record
 
     def on_evaluate(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
+        """Answer the prompts and record the answers."""
         prompts, stop = self.samples
         answers = _answers(self.model, prompts, stop, args.sample_max_new_tokens)
         step, pairs = state.global_step, zip(prompts, answers, strict=True)
@@ -64,7 +65,7 @@ def choose_samples(
     if not (config.eval_samples or config.sample_prompts):
         return None
     table = next(iter(evaluation.values())) if isinstance(evaluation, dict) else evaluation
-    prompts = run_on_all_ranks(lambda: prompts_of(config, table, tokenizer), "sample prompts")
+    prompts = run_on_all_ranks(lambda: select_prompts(config, table, tokenizer), "sample prompts")
     return SamplePrompts(_that_fit(prompts, model, config.sample_max_new_tokens), stop_criteria(model, tokenizer))
 
 
@@ -79,7 +80,7 @@ def _answers(model: Any, prompts: Sequence[Prompt], stop: StopCriteria, limit: i
     return [by_rank[i % world][i // world] for i in range(len(prompts))]
 
 
-def prompts_of(config: SFTConfig, table: TokenTable | None, tokenizer: Any) -> list[Prompt]:
+def select_prompts(config: SFTConfig, table: TokenTable | None, tokenizer: Any) -> list[Prompt]:
     """The prompts that the settings ask for."""
     if config.sample_prompts is not None:
         return [_prompt_of(question, tokenizer, config) for question in read_prompts(config.sample_prompts)]

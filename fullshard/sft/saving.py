@@ -16,7 +16,7 @@ from fullshard.models.causal_lm import get_causal_lm
 from fullshard.sft import results
 from fullshard.sft.base_model import local_folder
 from fullshard.sft.hub import Hub
-from fullshard.sft.output_dir import CHECKPOINTS, place_of
+from fullshard.sft.output_dir import CHECKPOINTS, output_path
 from fullshard.sft.overrides import Calls
 from fullshard.sft.results import Summary
 from fullshard.sft.trainer_context import TrainerContext
@@ -40,7 +40,7 @@ class CheckpointSaver:
             return step == run.state.progress.best_step or (run.hub is not None and run.hub.holds(step))
 
         self._checkpoints = CheckpointManager(
-            place_of(args) / CHECKPOINTS, max(1, int(args.save_steps)), args.save_total_limit, protect=protect
+            output_path(args) / CHECKPOINTS, max(1, int(args.save_steps)), args.save_total_limit, protect=protect
         )
         return self._checkpoints
 
@@ -58,7 +58,7 @@ class CheckpointSaver:
         progress = run.state.progress
         save(progress.step, run.snapshot(), force=True)
         if progress.best_step is not None:
-            folder = place_of(args) / CHECKPOINTS / step_name(progress.best_step)
+            folder = output_path(args) / CHECKPOINTS / step_name(progress.best_step)
             if progress.best_step == progress.step or folder.is_dir():
                 events.state.best_model_checkpoint = str(folder)
 
@@ -103,8 +103,10 @@ class CheckpointSaver:
         """Write the model card and the report into `folder`, or into `output_dir`; `tags` are further ones."""
         more = [tags] if isinstance(tags, str) else list(tags or ())
         if runtime.is_main():
-            place = folder or place_of(self._context.args)
-            results.describe(self.summary(), place, model_name, dataset_name, [*self._calls.value("_tag_names"), *more])
+            place = folder or output_path(self._context.args)
+            results.write_card_and_report(
+                self.summary(), place, model_name, dataset_name, [*self._calls.value("_tag_names"), *more]
+            )
 
     def push_to_hub(self, commit_message: str = "the end of training", blocking: bool = True) -> None:
         """Save the model to `output_dir`, upload it to the hub and wait for that. All ranks must call it."""

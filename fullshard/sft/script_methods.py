@@ -134,38 +134,47 @@ class Accelerator:
     state: AcceleratorState
     micro: MicroBatch = field(repr=False)
     prepare: Callable[[], Loop] = field(repr=False)
-    """The trainer's: the training loop, made at the first call."""
+    """The trainer's method: the training loop."""
 
     @property
     def is_main_process(self) -> bool:
+        """Whether this is the first rank."""
         return runtime.is_main()
 
     @property
     def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
         return runtime.local_rank() == 0
 
     @property
     def process_index(self) -> int:
+        """This rank."""
         return runtime.rank()
 
     @property
     def num_processes(self) -> int:
+        """The number of ranks."""
         return runtime.world_size()
 
     @property
     def device(self) -> Any:
+        """This rank's device."""
         return runtime.device()
 
     def print(self, *values: object, **options: Any) -> None:
+        """Print on the first rank."""
         runtime.print0(*values, **options)
 
     def wait_for_everyone(self) -> None:
+        """Wait until all ranks are here."""
         runtime.barrier()
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The values of all ranks, without rows that were repeated to fill a batch."""
         return gather_for_metrics(input_data, use_gather_object)
 
     def gather(self, tensor: Any) -> Any:
+        """The values of all ranks."""
         return gather_for_metrics(tensor)
 
     def backward(self, loss: Any, **options: Any) -> None:

@@ -37,8 +37,8 @@ from fullshard.sft.hub import Hub
 from fullshard.sft.loop import Loop, LoopFunctions
 from fullshard.sft.optimizer import class_and_options, schedule_of
 from fullshard.sft.optimizer_step import StepFunctions
-from fullshard.sft.overrides import Calls, check_subclass, missing, with_methods
-from fullshard.sft.results import ResultWriter, report_run
+from fullshard.sft.overrides import Calls, check_subclass, missing_attribute, with_methods
+from fullshard.sft.results import ResultWriter, write_run_report
 from fullshard.sft.run_folder import EarlierRun, RunFolder, write_data, write_run
 from fullshard.sft.samples import Samples, choose_samples
 from fullshard.sft.saving import CheckpointSaver
@@ -62,7 +62,7 @@ class SFTTrainer:
     sharded and its weights are read by `prepare()`, which `train()` and `evaluate()` call.
 
     Methods may be overridden as with transformers' trainer. `overrides.METHODS` names the part that implements each;
-    those that are not called are refused when the class is made.
+    overriding one that is not called is an error of the class.
     """
 
     _tag_names: Sequence[str] = ("fullshard", "sft", "trl")
@@ -132,10 +132,10 @@ class SFTTrainer:
         check_subclass(cls, SFTTrainer)
 
     def __getattr__(self, name: str) -> Any:
-        raise missing(self, name)
+        raise missing_attribute(self, name)
 
     @classmethod
-    def of(cls, run: CheckedRun) -> SFTTrainer:
+    def from_checked(cls, run: CheckedRun) -> SFTTrainer:
         """The trainer of a run that has been checked."""
         trainer = cls.__new__(cls)
         trainer._start(run)
@@ -237,7 +237,7 @@ class SFTTrainer:
 
     @property
     def loop(self) -> Loop:
-        """The training loop that `prepare()` has made."""
+        """The training loop; an error before `prepare()`."""
         _ = self._context.run  # an error if there is none
         assert self._loop is not None
         return self._loop
@@ -259,7 +259,7 @@ class SFTTrainer:
         config, parts, events = self.args, self.parts, self.callback_handler
         steps = self._step.train_steps() if parts.train is not None else None
         boards = loggers.opener(config.report_to, config.to_dict(), config.run_name, config.logging_dir)
-        reporter = Reporter(output_dir.place_of(config), total_steps(config, steps), config.progress, boards)
+        reporter = Reporter(output_dir.output_path(config), total_steps(config, steps), config.progress, boards)
         first = output_dir.first_adapter(config) if parts.from_weights and output_dir.resumes(config) else None
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)
         hub = Hub(config, writer, reporter.say) if config.push_to_hub else None
@@ -270,7 +270,9 @@ class SFTTrainer:
         loop, self.estimate = assemble.build_loop(config, parts, reporter, first, steps, self._functions())
         events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
         events.own += step_watchers(reporter.folder, loop.state)
-        return loop, ShardedRun(loop.state, loop.head, loop.steps.rows, loop.snapshot, reporter, writer, hub)
+        return loop, ShardedRun(
+            loop.state, loop.head, loop.steps.isolate_documents, loop.snapshot, reporter, writer, hub
+        )
 
     def _functions(self) -> TrainerFunctions:
         """What the run calls of this trainer, with a script's overrides."""
@@ -278,10 +280,10 @@ class SFTTrainer:
         return TrainerFunctions(
             self._context.micro, self.callback_handler,
             StepFunctions(
-                step.items, calls.training_step, calls.floating_point_ops, calls._clip_grad_norm, step.add_flos
+                step.num_items, calls.training_step, calls.floating_point_ops, calls._clip_grad_norm, step.add_flos
             ),
             LoopFunctions(
-                step.counted, evaluation.evaluate_in_training, evaluation.is_best, self._saver.save_in_training,
+                step.count_tokens, evaluation.evaluate_in_training, evaluation.is_best, self._saver.save_in_training,
                 step.log_in_training,
             ),
             calls.store_flos, self._optimizers.make, self._optimizers.are_own, step.is_own_loss,
@@ -321,7 +323,7 @@ class SFTTrainer:
                 self.is_in_train, self._trained, self._folder.checked = False, True, True
                 loop.reporter.close()  # whatever happened, the terminal is left in order
                 if sys.exception() is not None and runtime.is_main():
-                    report_run(self.args, output_dir.place_of(self.args))  # of what there is until now
+                    write_run_report(self.args, output_dir.output_path(self.args))  # of what there is until now
 
     def _train(self, loop: Loop, earlier: EarlierRun) -> Any:
         from transformers.trainer_utils import TrainOutput
@@ -375,14 +377,14 @@ def train_run(run: CheckedRun) -> None:
     """Train a checked run, save its result and print where everything is: what `fullshard sft` does on each rank."""
     if not run.folder_checked:
         assemble.join_ranks(run.engine)
-        on_rank_0(functools.partial(output_dir.check_folder, run.config, run.inputs), "output directory")
+        on_rank_0(functools.partial(output_dir.check_output_dir, run.config, run.inputs), "output directory")
         run = dataclasses.replace(run, folder_checked=True)
-    trainer = SFTTrainer.of(run)
+    trainer = SFTTrainer.from_checked(run)
     with trainer.locked_folder():  # until the result is written
         trainer.train()
         trainer.save_model()
     if trainer.loop.reporter.mode not in ("quiet", "json"):
-        results.show(trainer.summary())
+        results.show_results(trainer.summary())
 
 
 def _with_downloads(run: CheckedRun, config: SFTConfig, parts: Parts) -> dict[str, list[Path]]:
@@ -391,7 +393,7 @@ def _with_downloads(run: CheckedRun, config: SFTConfig, parts: Parts) -> dict[st
     resolved = {name: [place] for name, place in downloads.items() if place is not None}
     if run.train is not None:
         new = {name: places for name, places in resolved.items() if name not in run.inputs}
-        refuse_inputs(output_dir.place_of(config), "output_dir", new)
+        refuse_inputs(output_dir.output_path(config), "output_dir", new)
     return {**{name: list(paths) for name, paths in run.inputs.items()}, **resolved}
 
 

@@ -55,7 +55,7 @@ class Parts:
     @property
     def from_weights(self) -> bool:
         """Whether the new adapter is initialized from the base weights (PiSSA, OLoRA)."""
-        return self.new_adapter and adapter.is_from_weights(self.model)
+        return self.new_adapter and adapter.starts_from_weights(self.model)
 
 
 @dataclass
@@ -117,7 +117,7 @@ class TrainerContext:
 
 
 class Shared:
-    """An attribute of the trainer that lies in its context, under the same name unless another is given."""
+    """An attribute of the trainer that is stored in its context, under the same name unless another is named."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name

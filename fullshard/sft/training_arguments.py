@@ -24,20 +24,20 @@ from fullshard.config.errors import ConfigError
 from fullshard.config.options import as_bool, option, shown
 from fullshard.config.redaction import hide_in
 
-PLACED = ("device_map", "low_cpu_mem_usage", "use_cache", "tp_plan", "max_memory")
+IGNORED_ARGUMENTS = ("device_map", "low_cpu_mem_usage", "use_cache", "tp_plan", "max_memory")
 """Arguments of `from_pretrained` without a meaning here: the engine places the model, and training uses no cache."""
-BNB = {
+BNB_FIELDS = {
     "load_in_4bit": "use_4bit_quantization", "load_in_8bit": "use_8bit_quantization",
     "bnb_4bit_use_double_quant": "use_nested_quant", "bnb_4bit_quant_type": "bnb_4bit_quant_type",
     "bnb_4bit_compute_dtype": "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage": "bnb_4bit_quant_storage_dtype",
 }  # fmt: skip
 """Fields of `BitsAndBytesConfig`, and our settings."""
-ACCELERATOR = {
+ACCELERATOR_FIELDS = {
     "dispatch_batches": "", "even_batches": "", "use_seedable_sampler": "", "non_blocking": "",
     "use_configured_state": "", "split_batches": "per_device_train_batch_size is the batch of one rank",
 }  # fmt: skip
 """Fields of `AcceleratorConfig`, and why a true value is refused; empty where any value trains on the same rows."""
-PLAIN = (bool, int, float, str, type(None))
+JSON_TYPES = (bool, int, float, str, type(None))
 """Types of values that JSON takes as they are."""
 
 
@@ -77,15 +77,15 @@ class ActivationOptions:
     def activation_budget(self) -> int | Literal["auto"] | None:
         """The bytes that a rank may allocate on its device, or auto for what is free; None if `gradient_checkpointing`
         is simply on or off."""
-        given = self.gradient_checkpointing
-        return None if isinstance(given, bool) else "auto" if given == "auto" else parse_size(given)
+        setting = self.gradient_checkpointing
+        return None if isinstance(setting, bool) else "auto" if setting == "auto" else parse_size(setting)
 
-    def take_checkpointing(self) -> None:
+    def flatten_checkpointing(self) -> None:
         """Make the nested settings of gradient checkpointing the run's own, and check what excludes another."""
-        given: dict[str, Any] = dict(self.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
-        if "use_reentrant" in given:
-            self.use_reentrant = as_bool(given.pop("use_reentrant"))
-        unknown = [name for name, value in given.items() if name != "selective" or value]
+        options: dict[str, Any] = dict(self.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
+        if "use_reentrant" in options:
+            self.use_reentrant = as_bool(options.pop("use_reentrant"))
+        unknown = [name for name, value in options.items() if name != "selective" or value]
         if unknown:
             raise ConfigError(f"gradient_checkpointing_kwargs has {', '.join(unknown)}; expected use_reentrant alone.")
         if self.activation_offloading and not self.gradient_checkpointing:
@@ -166,7 +166,7 @@ class TrainerOptions:
 
     # --- nested settings --------------------------------------------------------------------------------------------
 
-    def take_nested(self) -> None:
+    def flatten_nested(self) -> None:
         """Make nested settings the run's own. Refuses what has no meaning here."""
         run: Any = self
         self._take_model_arguments()
@@ -186,14 +186,14 @@ class TrainerOptions:
             raise ConfigError(f"include_num_input_tokens_seen is {seen}; expected no or non_padding.")
 
     def _take_model_arguments(self) -> None:
-        run, given = cast(Any, self), dict(self.model_init_kwargs or {})  # type: ignore[arg-type]
-        dtype = given.get("dtype", given.get("torch_dtype"))
+        run, arguments = cast(Any, self), dict(self.model_init_kwargs or {})  # type: ignore[arg-type]
+        dtype = arguments.get("dtype", arguments.get("torch_dtype"))
         if dtype is not None:
             run.torch_dtype = _dtype_name(dtype)
-        if given.get("attn_implementation") is not None:
-            run.attn_implementation = given["attn_implementation"]
-        self.trust_remote_code = bool(given.get("trust_remote_code", self.trust_remote_code))
-        if (packed := given.get("quantization_config")) is not None:
+        if arguments.get("attn_implementation") is not None:
+            run.attn_implementation = arguments["attn_implementation"]
+        self.trust_remote_code = bool(arguments.get("trust_remote_code", self.trust_remote_code))
+        if (packed := arguments.get("quantization_config")) is not None:
             for name, value in quantization_settings(packed).items():
                 setattr(self, name, value)
 
@@ -201,8 +201,8 @@ class TrainerOptions:
     def config_changes(self) -> dict[str, Any]:
         """The arguments in `model_init_kwargs` that are settings of the model's configuration."""
         taken = ("dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "quantization_config", "revision")
-        given = dict(self.model_init_kwargs or {})  # type: ignore[arg-type]
-        return {name: value for name, value in given.items() if name not in (*taken, *PLACED)}
+        arguments = dict(self.model_init_kwargs or {})  # type: ignore[arg-type]
+        return {name: value for name, value in arguments.items() if name not in (*taken, *IGNORED_ARGUMENTS)}
 
     @property
     def revision(self) -> str | None:
@@ -210,31 +210,34 @@ class TrainerOptions:
         return dict(self.model_init_kwargs or {}).get("revision")  # type: ignore[arg-type]
 
     def _take_accelerator(self) -> None:
-        run, given = cast(Any, self), self.accelerator_config
-        if given is None or given == "":
+        run, settings = cast(Any, self), self.accelerator_config
+        if settings is None or settings == "":
             return
-        if isinstance(given, str):
-            given = _from_json(given) if given.lstrip().startswith("{") else read_file(given).values
-        if not isinstance(given, Mapping) and not hasattr(given, "__dict__"):
-            raise ConfigError(f"accelerator_config is {shown(given)}; expected a mapping, JSON or a file.")
-        given = dict(given) if isinstance(given, Mapping) else dict(vars(given))
-        accumulation = dict(given.pop("gradient_accumulation_kwargs", None) or {})
+        if isinstance(settings, str):
+            settings = _from_json(settings) if settings.lstrip().startswith("{") else read_file(settings).values
+        if not isinstance(settings, Mapping) and not hasattr(settings, "__dict__"):
+            raise ConfigError(f"accelerator_config is {shown(settings)}; expected a mapping, JSON or a file.")
+        settings = dict(settings) if isinstance(settings, Mapping) else dict(vars(settings))
+        accumulation = dict(settings.pop("gradient_accumulation_kwargs", None) or {})
         if "sync_each_batch" in accumulation:
             run.sync_each_batch = as_bool(accumulation.pop("sync_each_batch"))
-        for name, value in (*given.items(), *accumulation.items()):
-            if name not in ACCELERATOR or (value and ACCELERATOR[name]):
-                why = ACCELERATOR.get(name) or f"expected {', '.join(ACCELERATOR)} or gradient_accumulation_kwargs"
+        for name, value in (*settings.items(), *accumulation.items()):
+            if name not in ACCELERATOR_FIELDS or (value and ACCELERATOR_FIELDS[name]):
+                why = (
+                    ACCELERATOR_FIELDS.get(name)
+                    or f"expected {', '.join(ACCELERATOR_FIELDS)} or gradient_accumulation_kwargs"
+                )
                 raise ConfigError(f"accelerator_config: {name} is {value!r}, which is not supported: {why}.")
 
 
-def quantization_settings(given: Any) -> dict[str, Any]:
+def quantization_settings(quantization: Any) -> dict[str, Any]:
     """Our settings of a `BitsAndBytesConfig`, or of one as a mapping."""
-    values = dict(given) if isinstance(given, Mapping) else given.to_dict()
+    values = dict(quantization) if isinstance(quantization, Mapping) else quantization.to_dict()
     if not (values.get("load_in_4bit") or values.get("load_in_8bit")):
-        kind = values.get("quant_method") or type(given).__name__
+        kind = values.get("quant_method") or type(quantization).__name__
         raise ConfigError(f"quantization_config is {kind}; expected a BitsAndBytesConfig with load_in_4bit.")
-    found = {ours: values[theirs] for theirs, ours in BNB.items() if values.get(theirs) is not None}
-    return {name: _dtype_name(value) if name.endswith("_dtype") else value for name, value in found.items()}
+    settings = {ours: values[theirs] for theirs, ours in BNB_FIELDS.items() if values.get(theirs) is not None}
+    return {name: _dtype_name(value) if name.endswith("_dtype") else value for name, value in settings.items()}
 
 
 def _from_json(text: str) -> Any:
@@ -266,27 +269,30 @@ class ArgumentMethods:
 
             if hasattr(TrainingArguments, name):
                 return functools.partial(getattr(TrainingArguments, name), self)
-        given = vars(self).get("_given")
-        if given is None or name.startswith("_"):
+        script_args = vars(self).get("_given")
+        if script_args is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no setting or method {name!r}")
-        return getattr(given, name)
+        return getattr(script_args, name)
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         from fullshard.distributed import runtime
 
         return runtime.world_size()
 
     @property
     def process_index(self) -> int:
+        """This rank."""
         from fullshard.distributed import runtime
 
         return runtime.rank()
 
     @property
     def local_process_index(self) -> int:
+        """This rank's number on its node."""
         from fullshard.distributed import runtime
 
         return runtime.local_rank()
@@ -350,16 +356,19 @@ class ArgumentMethods:
 
     @property
     def train_batch_size(self) -> int:
+        """Rows per rank in a training micro-batch."""
         settings: Any = self
         return settings.per_device_train_batch_size
 
     @property
     def eval_batch_size(self) -> int:
+        """Rows per rank in an evaluation batch."""
         settings: Any = self
         return settings.per_device_eval_batch_size
 
     @property
     def ddp_timeout_delta(self) -> timedelta:
+        """`ddp_timeout` as a time span."""
         settings: Any = self
         return timedelta(seconds=settings.ddp_timeout)
 
@@ -386,12 +395,13 @@ class ArgumentMethods:
         return hidden
 
     def to_json_string(self) -> str:
+        """Every setting as JSON text, without secrets."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """The same with text for everything that is neither a number nor true or false, for loggers."""
         values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
-        return {name: value if type(value) in PLAIN[:4] else str(value) for name, value in values.items()}
+        return {name: value if type(value) in JSON_TYPES[:4] else str(value) for name, value in values.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -402,4 +412,4 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple | set):
         return [_plain(each) for each in value]
-    return value if isinstance(value, PLAIN) else str(value).removeprefix("torch.")
+    return value if isinstance(value, JSON_TYPES) else str(value).removeprefix("torch.")

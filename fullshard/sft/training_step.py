@@ -30,16 +30,16 @@ from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.prepare import rebind
 from fullshard.sft.base_model import uses_flash
 from fullshard.sft.batches import (
-    COUNTED,
+    UNKNOWN_COUNT,
     ScriptLoader,
     StepLoader,
     Steps,
-    evaluation_loader,
     make_collator,
+    make_evaluation_loader,
     make_loader,
     trained_tokens,
 )
-from fullshard.sft.optimizer import make_from_class, make_optimizer, make_schedule
+from fullshard.sft.optimizer import make_optimizer, make_schedule, optimizer_from_class
 from fullshard.sft.overrides import Calls
 from fullshard.sft.trainer_context import TrainerContext
 
@@ -64,10 +64,10 @@ class TrainingStep:
             raise ConfigError("there is no train_dataset to train on.")
         return make_loader(self._context.args, data, self._collator(seen := self.batches_are_seen), seen)
 
-    def evaluation_loader(self, table: TokenTable) -> StepLoader:
+    def make_evaluation_loader(self, table: TokenTable) -> StepLoader:
         """This rank's batches of the rows of an evaluation, in order."""
         seen = self.batches_are_seen or self._context.compute_metrics is not None
-        return evaluation_loader(self._context.args, table, self._collator(seen), seen)
+        return make_evaluation_loader(self._context.args, table, self._collator(seen), seen)
 
     def _collator(self, seen: bool) -> Any:
         model, pad = self._context.parts.model, self._context.parts.tokenizer.pad_token_id
@@ -94,10 +94,10 @@ class TrainingStep:
         """Whether loss and batches are the engine's own, not a script's."""
         return self._context.data_collator is None and not self.batches_are_seen
 
-    def counted(self, step: Step) -> Step:
+    def count_tokens(self, step: Step) -> Step:
         """A step with the number of its trained tokens, over all ranks."""
         self._context.current_gradient_accumulation_steps = len(step.batches)
-        known = step.pick.targets != COUNTED and self._context.data_collator is None
+        known = step.pick.targets != UNKNOWN_COUNT and self._context.data_collator is None
         if known and not self._calls.is_overridden("get_batch_samples", "_get_num_items_in_batch"):
             return step
         real = [batch for batch, rows in zip(step.batches, step.mine, strict=True) if rows]
@@ -116,7 +116,7 @@ class TrainingStep:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         return sum(exchange(sum(trained_tokens(batch.get("labels")) for batch in batch_samples), "trained tokens"))
 
-    def items(self, step: Step) -> Any:
+    def num_items(self, step: Step) -> Any:
         """The number of trained tokens of a step, as `training_step` gets it."""
         count = max(1, step.pick.targets)
         if not self._context.args.average_tokens_across_devices and runtime.world_size() > 1:
@@ -184,7 +184,7 @@ class TrainingStep:
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of a micro-batch, with the outputs of the model if they are asked for.
+        """The loss of a micro-batch, and with `return_outputs` the outputs of the model.
 
         Without `num_items_in_batch`, it is a mean over the trained tokens of the micro-batch. With it, it is their sum
         × ranks / `num_items_in_batch`: gradients are averaged over the ranks, so the step is the mean over the trained
@@ -226,7 +226,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def _measure(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Accuracy, entropy if asked for, and the routers' loss of a model's outputs."""
+        """Accuracy, entropy if it is logged, and the routers' loss of a model's outputs."""
         logits, tokens = outputs["logits"][:, -labels.shape[1] :], trained_tokens(labels)
         measured, head = self._context.micro.measured, self._context.run.head
         measured[:2] += whole_cross_entropy(logits, labels, entropy=head.entropy).sums[1:]
@@ -293,7 +293,7 @@ class Optimizers:
     def __init__(self, context: TrainerContext, calls: Calls) -> None:
         self._context, self._calls = context, calls
         self.made_schedule = False
-        """Whether `lr_scheduler` was made here, so that a second training makes another."""
+        """Whether `lr_scheduler` is one of these, so that a second training makes another."""
 
     def make(self, num_training_steps: int) -> tuple[Any, Any]:
         """The optimizer and the schedule of a run with so many steps."""
@@ -306,13 +306,13 @@ class Optimizers:
         self._calls.create_scheduler(num_training_steps)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make `optimizer`, unless there is one; one that a script made gets the sharded parameters."""
+        """Make `optimizer`, unless there is one; a script's own gets the sharded parameters."""
         context, model = self._context, model if model is not None else self._context.parts.model
         if context.optimizer is None:
             decayed = set(self._calls.get_decay_parameter_names(model))
             if context.optimizer_cls_and_kwargs is not None:
                 kind, options = context.optimizer_cls_and_kwargs
-                context.optimizer = make_from_class(model, kind, options, context.args.weight_decay, decayed)
+                context.optimizer = optimizer_from_class(model, kind, options, context.args.weight_decay, decayed)
             else:
                 context.optimizer = make_optimizer(model, context.args, decayed)
         context.optimizer = rebind(context.optimizer)

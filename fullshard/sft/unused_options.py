@@ -300,20 +300,20 @@ def turn_on_lora(values: dict[str, Any]) -> str | None:
     return f"use_peft_lora is on, for {', '.join(named)}; set it to false to train all weights"
 
 
-def without_effect(run: Any, named: Collection[str], *, script: bool = False) -> list[str]:
+def notes_without_effect(run: Any, named: Collection[str], *, script: bool = False) -> list[str]:
     """A note on each group of the settings in `named` that have no effect in this run."""
-    notes, told = [], set[str]()
+    notes, noted = [], set[str]()
     for need in NEEDS:
-        names = [name for name in need.names if name in named and name not in told]
+        names = [name for name in need.names if name in named and name not in noted]
         if names and (need.in_scripts or not script) and not need.met(run):
             notes.append(f"no effect: {', '.join(names)}: {need.why}")
-            told.update(names)
+            noted.update(names)
     if unused := [one.name for one in options_of(type(run)) if one.no_op and one.name in named]:
         notes.append(f"no effect here (see docs/options.md): {', '.join(unused)}")
     return notes
 
 
-def named_in(values: Mapping[str, Any], kind: type) -> set[str]:
+def named_settings(values: Mapping[str, Any], kind: type) -> set[str]:
     """The settings among these values that ask for something: those that are switched on, or not at their default."""
     defaults = {one.name: one.default for one in options_of(kind)}
     return {

@@ -4,6 +4,7 @@ needs, data that the model can take.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,15 +12,25 @@ from typing import Any, NamedTuple
 from fullshard.config.errors import ConfigError, one_line
 from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
+from fullshard.distributed.ranks import run_on_all_ranks
 from fullshard.lora import virtual_tokens
 from fullshard.models.causal_lm import embedding_rows, get_causal_lm
 from fullshard.models.rope_scaling import longest_document
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say
-from fullshard.sft.run_data import needed, templates_of
+from fullshard.sft.base_model import ModelFolders
+from fullshard.sft.checked_run import CheckedRun
+from fullshard.sft.run_data import dataset_templates, template_markers
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.weights.adapter_files import stored_rows
 from fullshard.weights.transforms import grow_in_memory
+
+
+def load_tokenizer(run: CheckedRun, folders: ModelFolders) -> Any:
+    """The run's tokenizer: the script's, or the one that the settings choose. All ranks must call it."""
+    if run.tokenizer is not None:
+        return run.tokenizer
+    return run_on_all_ranks(lambda: read_tokenizer(run.config, folders.origin, folders.adapter), "tokenizer")
 
 
 def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | None = None) -> Any:
@@ -38,7 +49,7 @@ def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | 
 
 def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:
     """The tokenizer with the run's chat template, and the tokens that its and the data sets' templates need."""
-    more = needed(templates_of(config))
+    more = template_markers(dataset_templates(config))
     return prepare_tokenizer(
         tokenizer, config.chat_template_format, config.chat_template_path, more, config.eos_token, config.pad_token
     )
@@ -48,7 +59,9 @@ class Vocabulary(NamedTuple):
     """The outcome of fitting model, tokenizer and adapter to each other."""
 
     peft_config: Any
-    """The adapter's configuration, new tokens included; None for full fine-tuning."""
+    """PEFT's configuration of the adapter to add, new tokens included; None if there is none to add."""
+    adapter_config: Any
+    """The same, or that of the adapter that the model has already; None for full fine-tuning."""
     grown: bool
     """Whether the model has more token rows than its files."""
 
@@ -56,33 +69,40 @@ class Vocabulary(NamedTuple):
 def prepare_vocabulary(
     config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None, say: Say
 ) -> Vocabulary:
-    """Choose the chat template, add the tokens it needs to tokenizer and model, and make them trainable."""
+    """Choose the chat template, add the tokens it needs to tokenizer and model, and make them trainable. All ranks must
+    call it; `earlier` is the folder of the adapter to resume."""
+    fit = functools.partial(_fit_vocabulary, config, model, tokenizer, peft_config, earlier, say)
+    return run_on_all_ranks(fit, "vocabulary")
+
+
+def _fit_vocabulary(
+    config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None, say: Say
+) -> Vocabulary:
+    own = model.peft_config[model.active_adapters[0]] if hasattr(model, "peft_config") else None
     prepared = prepared_tokenizer(config, tokenizer)
     for note in prepared.notes:
         say(note)
     rows = embedding_rows(model)
-    new = make_room(model, tokenizer, prepared.added, say, stored_rows(earlier) if earlier is not None else 0)
+    new = add_token_rows(model, tokenizer, prepared.added, say, stored_rows(earlier) if earlier is not None else 0)
     if prepared.added or config.eos_token is not None:
-        end_turns(model, tokenizer)
+        add_end_token(model, tokenizer)
     if earlier is not None:
-        peft_config = adapter.continued_config(config, earlier, say)
-        if lost := adapter.missing_tokens(peft_config, model, new):
+        peft_config = adapter.resumed_config(config, earlier, say)
+        if lost := adapter.untrained_tokens(peft_config, model, new):
             raise ConfigError(
                 f"the adapter {earlier} was trained without {' '.join(tokenizer.convert_ids_to_tokens(lost))}, which "
                 f"the template needs as tokens: resume with the template and tokenizer it was trained with, or start a "
                 f"new adapter."
             )
     elif peft_config is not None:
-        chosen = adapter.chosen_tokens(config, tokenizer, embedding_rows(model))
-        peft_config = adapter.with_tokens(peft_config, model, sorted({*new, *chosen}))
-    elif hasattr(model, "peft_config"):
-        held = model.peft_config[model.active_adapters[0]]
-        if adapter.missing_tokens(held, get_causal_lm(model), new):
-            say("the new tokens are not trained: the model has its own adapter; name them in trainable_token_indices.")
-    return Vocabulary(peft_config, embedding_rows(model) > rows)
+        chosen = adapter.trainable_token_ids(config, tokenizer, embedding_rows(model))
+        peft_config = adapter.train_tokens(peft_config, model, sorted({*new, *chosen}))
+    elif own is not None and adapter.untrained_tokens(own, get_causal_lm(model), new):
+        say("the new tokens are not trained: the model has its own adapter; name them in trainable_token_indices.")
+    return Vocabulary(peft_config, peft_config if own is None else own, embedding_rows(model) > rows)
 
 
-def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int = 0) -> list[int]:
+def add_token_rows(model: Any, tokenizer: Any, added: list[str], say: Say, least: int = 0) -> list[int]:
     """Add rows to the model's embedding and head so that every token has one; returns the tokens new to the model.
 
     New rows start at the mean of the others: here in a model in memory, else when the weights are read.
@@ -133,7 +153,7 @@ def _resize(model: Any, size: int) -> None:
             grow_in_memory(weight, rows)
 
 
-def end_turns(model: Any, tokenizer: Any) -> None:
+def add_end_token(model: Any, tokenizer: Any) -> None:
     """Add the tokenizer's end-of-text token to those that end the model's generation."""
     settings = getattr(get_causal_lm(model), "generation_config", None)
     if settings is None or tokenizer.eos_token_id is None:
@@ -144,7 +164,7 @@ def end_turns(model: Any, tokenizer: Any) -> None:
         settings.eos_token_id = [*ends, tokenizer.eos_token_id] if ends else tokenizer.eos_token_id
 
 
-def check_rows(model: Any, table: TokenTable) -> None:
+def check_rows_fit(model: Any, table: TokenTable) -> None:
     """Refuse rows that are longer than the model's positions, or have tokens without an embedding row."""
     inner = get_causal_lm(model)
     longest = int(table.facts["lengths"]["max"])

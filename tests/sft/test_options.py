@@ -21,7 +21,7 @@ from fullshard.sft.hub import Hub
 from fullshard.sft.optimizer_step import OptimizerSteps
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
-from fullshard.sft.unused_options import turn_on_lora, without_effect
+from fullshard.sft.unused_options import notes_without_effect, turn_on_lora
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.sft.runs import settings
@@ -230,7 +230,7 @@ def is_told(values: dict[str, Any], name: str) -> bool:
     values = dict(values)
     try:
         note = turn_on_lora(values)
-        notes = without_effect(CommandConfig(**values), [name])
+        notes = notes_without_effect(CommandConfig(**values), [name])
     except ConfigError:
         return True
     return note is not None or bool(notes)

@@ -20,7 +20,7 @@ from fullshard.report.reporter import Window
 from fullshard.sft import evaluation, hub, loop, optimizer_step, saving, training_state
 from fullshard.sft.evaluation import Evaluation
 from fullshard.sft.loop import DataSteps
-from fullshard.sft.overrides import Calls, overridden
+from fullshard.sft.overrides import Calls, is_overridden
 from fullshard.sft.run_folder import RunFolder
 from fullshard.sft.saving import CheckpointSaver
 from fullshard.sft.trainer import SFTTrainer
@@ -212,7 +212,7 @@ def test_calls_reach_an_override_that_is_set_later_and_refuse_names_outside_the_
     trainer.log = lambda logs, start_time=None: logs["loss"]
     trainer.compute_loss = lambda *args, **options: 7
     assert calls.log({"loss": 2.0}) == 2.0 and calls.compute_loss() == 7
-    assert calls.is_overridden("log", "evaluate") and calls.batches_are_seen and overridden(trainer, "log")
+    assert calls.is_overridden("log", "evaluate") and calls.batches_are_seen and is_overridden(trainer, "log")
     with pytest.raises(AttributeError, match="_inner_training_loop is no row of METHODS"):
         _ = calls._inner_training_loop
 
