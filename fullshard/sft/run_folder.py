@@ -55,10 +55,9 @@ class RunFolder:
     """The output folder of one trainer. All ranks call its methods; only the first one changes the folder."""
 
     def __init__(self, inputs: Inputs, say: Callable[[str], None], *, checked: bool) -> None:
-        self._inputs, self._say = inputs, say
-        self.checked = checked
-        """Whether the folder may be used as it is: its contents were checked, or a training of this trainer wrote
-        them."""
+        self._inputs, self._say, self._checked = inputs, say, checked
+        self.is_own = False
+        """Whether a training of this trainer has written the folder: its contents then need no check."""
         self._earlier: EarlierRun | None = None
 
     @contextlib.contextmanager
@@ -70,14 +69,14 @@ class RunFolder:
         locks: list[FolderLock] = []
 
         def lock() -> EarlierRun:
-            if not self.checked:
+            if not self._checked and not self.is_own:
                 output_dir.check_contents(config, self._inputs)
             locks.append(output_dir.lock_output_dir(config))
             return EarlierRun(output_dir.read_settings(output_dir.output_path(config)), output_dir.resumes(config))
 
         try:
             self._earlier = on_rank_0(lock, "output directory")
-            self.checked = False
+            self._checked = False  # what other runs write later is checked again
             yield self._earlier
         finally:
             self._earlier = None

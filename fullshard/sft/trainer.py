@@ -320,7 +320,7 @@ class SFTTrainer:
             try:
                 return self._train(loop, earlier)
             finally:
-                self.is_in_train, self._trained, self._folder.checked = False, True, True
+                self.is_in_train, self._trained, self._folder.is_own = False, True, True
                 loop.reporter.close()  # whatever happened, the terminal is left in order
                 if sys.exception() is not None and runtime.is_main():
                     write_run_report(self.args, output_dir.output_path(self.args))  # of what there is until now

@@ -64,7 +64,7 @@ class TrainingStep:
             raise ConfigError("there is no train_dataset to train on.")
         return make_loader(self._context.args, data, self._collator(seen := self.batches_are_seen), seen)
 
-    def make_evaluation_loader(self, table: TokenTable) -> StepLoader:
+    def evaluation_loader(self, table: TokenTable) -> StepLoader:
         """This rank's batches of the rows of an evaluation, in order."""
         seen = self.batches_are_seen or self._context.compute_metrics is not None
         return make_evaluation_loader(self._context.args, table, self._collator(seen), seen)

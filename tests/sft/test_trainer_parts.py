@@ -142,7 +142,7 @@ def test_a_folder_is_checked_once_and_locked_until_the_last_one_leaves(tmp_path:
     assert lines == ["written"] and not (tmp_path / "out" / ".lock").exists()
     with pytest.raises(ConfigError, match="is not empty"), folder.locked(config):
         pass
-    folder.checked = True
+    folder.is_own = True
     with folder.locked(config):
         pass
 

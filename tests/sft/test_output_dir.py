@@ -333,7 +333,7 @@ def test_a_folder_that_another_run_writes_to(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
         "import sys; from fullshard import SFTConfig; from fullshard.sft.output_dir import lock_output_dir\n"
-        f"open_folder(SFTConfig(output_dir={str(out)!r})); print('held', flush=True); sys.stdin.read()"
+        f"lock_output_dir(SFTConfig(output_dir={str(out)!r})); print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     config = SFTConfig(output_dir=str(out), overwrite=True)
