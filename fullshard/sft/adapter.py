@@ -296,7 +296,7 @@ def fuse_adapter(config: SFTConfig, model: nn.Module, device: torch.device, say:
 
 
 def make_trainable(
-    config: SFTConfig, recomputes: bool, model: nn.Module, tokenizer: Any, peft_config: Any, earlier: Path | None,
+    config: SFTConfig, recomputes: bool, model: nn.Module, tokenizer: Any, peft_config: Any, adapter_dir: Path | None,
     trains: bool, say: Say,
 ) -> nn.Module:  # fmt: skip
     """The model with its adapter, if there is one, and with frozen parts. All ranks must call it.
@@ -307,7 +307,7 @@ def make_trainable(
     for one in getattr(model, "peft_config", {"new": peft_config} if peft_config is not None else {}).values():
         check_method(one, quantized_format(model), in_memory)
     if peft_config is not None:
-        model = add_adapter(model, peft_config, config.seed, earlier)
+        model = add_adapter(model, peft_config, config.seed, adapter_dir)
         if config.prompt_tuning_init_text:
             init_from_tokens(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
     for kind in prompt_kinds(model):
@@ -324,16 +324,16 @@ def starts_from_weights(model: nn.Module) -> bool:
     return any(taken_from_weights(getattr(one, "init_lora_weights", None)) for one in configs.values())
 
 
-def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | None = None) -> nn.Module:
+def add_adapter(model: nn.Module, peft_config: Any, seed: int, adapter_dir: Path | None = None) -> nn.Module:
     """The model with the adapter, as a `PeftModel`; only the adapter trains.
 
-    The adapter to resume (`earlier`) is loaded here if the model has its weights, else together with them.
+    The adapter to resume, in `adapter_dir`, is loaded here if the model has its weights, else together with them.
     """
     from peft import PeftModel
 
     empty = any(p.is_meta for p in model.parameters())
-    if earlier is not None and not empty:
-        return PeftModel.from_pretrained(model, str(earlier), is_trainable=True)
+    if adapter_dir is not None and not empty:
+        return PeftModel.from_pretrained(model, str(adapter_dir), is_trainable=True)
     if not empty and getattr(peft_config, "init_lora_weights", True) == "loftq":
         raise ConfigError(
             "init_lora_weights='loftq' needs the weights before quantization, which are read from files; give the "

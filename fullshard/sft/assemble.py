@@ -54,7 +54,7 @@ class TrainerFunctions:
     loop: LoopFunctions
     store_flos: Callable[[], None]
     make_optimizer: Callable[[int], tuple[Any, Any]]
-    """Make the optimizer and the schedule of so many steps."""
+    """Make the optimizer and the schedule of a run of this many steps."""
     own_optimizer: bool
     """Whether the optimizer is the one that the settings name."""
     own_loss: bool

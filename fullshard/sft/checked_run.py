@@ -106,14 +106,9 @@ def receive_run(text: str) -> CheckedRun:
         if name is not None and looks_local(name) and not Path(name).expanduser().exists():
             raise ConfigError(f"{option}: {Path(name).expanduser()} does not exist.")
     return _run_of(
-        config,
-        EngineSettings(**engine),
-        values["model"],
-        values["adapter"],
-        find_run_data(config),
-        tuple(values["notes"]),
-        True,
-    )
+        config, EngineSettings(**engine), values["model"], values["adapter"], find_run_data(config),
+        tuple(values["notes"]), True,
+    )  # fmt: skip
 
 
 def _run_of(
@@ -311,7 +306,7 @@ def _check_adapter(adapter: str) -> None:
 
 
 def check_template_path(name: str) -> None:
-    """Refuse a `chat_template_path` that is no Jinja file, no folder with a tokenizer and no name on the hub."""
+    """Refuse a `chat_template_path` that is neither a Jinja file nor a tokenizer's folder nor a name on the hub."""
     path = Path(name).expanduser()
     known = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
     if path.is_dir() and not any((path / file).is_file() for file in known):

@@ -107,7 +107,7 @@ def _from_training_arguments(args: Any) -> dict[str, Any]:
     if taken.get("torch_compile") is False:
         del taken["torch_compile"]  # their default, which leaves it open here
     if unknown:
-        plain = type(args)(output_dir=args.output_dir)  # what the class fills in by itself is no wish of the user's
+        plain = type(args)(output_dir=args.output_dir)  # what the class fills in was not set by the user
         for name in unknown:
             if getattr(args, name) != getattr(plain, name):
                 raise ConfigError(
@@ -124,6 +124,6 @@ def _owner(kind: type, name: str) -> str:
 
 
 def _is_set(config: SFTConfig, one: Option) -> bool:
-    """Whether the user has set an option; transformers fills in some by itself."""
+    """Whether the user has set an option; transformers fills in some."""
     filled_in = ("do_train", "do_eval", "do_predict", "local_rank")
     return one.name not in filled_in and getattr(config, one.name) != one.default

@@ -128,10 +128,9 @@ class Hub:
         if self.config.hub_revision is not None:
             api.create_branch(self._repository, branch=self.config.hub_revision, exist_ok=True)
         if self.config.hub_strategy == "all_checkpoints" and (steps := self._steps):
-            there = set(
-                api.list_repo_files(self._repository, revision=self.config.hub_revision)
-            )  # a resumed run uploads what is missing
-            self._sent |= {step for step in steps if f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}" in there}
+            # A resumed run uploads what is missing.
+            uploaded = set(api.list_repo_files(self._repository, revision=self.config.hub_revision))
+            self._sent |= {step for step in steps if f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}" in uploaded}
 
     @property
     def _steps(self) -> list[int]:

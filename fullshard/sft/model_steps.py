@@ -61,7 +61,7 @@ def choose_compilation(
 
 
 def training_flops(config: SFTConfig, parameters: int, steps: int) -> float:
-    """Floating-point operations of a rank in so many steps, for full rows: 6 per parameter and token."""
+    """Floating-point operations of a rank in this many steps, for full rows: 6 per parameter and token."""
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return 6.0 * parameters * steps * rows * (config.max_length or 1)
 
@@ -75,7 +75,7 @@ class AdaptedModel(NamedTuple):
 
 
 def adapt_model(
-    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None,
+    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, peft_config: Any, adapter_dir: Path | None,
     device: torch.device, say: Say, *, in_memory: bool = False, trains: bool = True, present: bool = True,
 ) -> AdaptedModel:  # fmt: skip
     """Choose attention and packing, quantize a model that is `in_memory`, add the adapter. All ranks must call it."""
@@ -90,7 +90,7 @@ def adapt_model(
     if config.base_dtype and present and (slower := fp8.hardware_note(device)):
         say(f"base_dtype {config.base_dtype}: {slower}")
     model = adapter.make_trainable(
-        config, engine.activation_checkpointing, model, tokenizer, peft_config, earlier, trains, say
+        config, engine.activation_checkpointing, model, tokenizer, peft_config, adapter_dir, trains, say
     )
     return AdaptedModel(model, packing)
 
@@ -110,7 +110,7 @@ def ready_model(
     config: SFTConfig, engine: EngineSettings, model: Any, packing: PackingMethod | None, steps: int,
     device: torch.device, say: Say, *, size: Callable[[Any], int] = lambda model: count_parameters(model)[1],
 ) -> ReadyModel:  # fmt: skip
-    """Fuse the adapter, put the loss head in place and choose dtypes, for so many optimizer steps. `size` counts the
+    """Fuse the adapter, put the loss head in place and choose dtypes, for this many optimizer steps. `size` counts the
     model's parameters."""
     engine = choose_compilation(config, engine, size(model), steps, device)
     keep_tables_whole(model)

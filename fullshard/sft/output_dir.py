@@ -115,7 +115,8 @@ def input_paths(
         Path(own.chat_template_path).expanduser() for own in dataset_configs(config) if own.chat_template_path
     ]
     inputs["dataset_name"] = [file for source in data if source is not None for file in source.files]
-    return {name: there for name, paths in inputs.items() if (there := [path for path in paths if path.exists()])}
+    existing = {name: [path for path in paths if path.exists()] for name, paths in inputs.items()}
+    return {name: paths for name, paths in existing.items() if paths}
 
 
 def _origin(thing: Any, config: SFTConfig) -> str | None:
@@ -140,16 +141,16 @@ def check_contents(config: SFTConfig, inputs: Inputs) -> None:
         return
     if (named := named_checkpoint(config)) is not None:
         _check_named(named)
-    there = [path for path in _listed(folder) if not _is_own(path, config)]
-    if not there:
+    contents = [path for path in _listed(folder) if not _is_own(path, config)]
+    if not contents:
         return
     earlier = read_settings(folder)
     if config.overwrite:
         _check_removal(config, folder, inputs, earlier is not None)
     elif earlier is None:
         raise ConfigError(
-            f"output_dir {folder} is not empty ({_names(there)}) and holds no earlier run. Choose another folder, or "
-            f"--overwrite to write beside what is there."
+            f"output_dir {folder} is not empty ({_names(contents)}) and holds no earlier run. Choose another folder, "
+            f"or --overwrite to write beside what is there."
         )
     else:
         raise ConfigError(
@@ -187,15 +188,15 @@ def _check_named(named: Path) -> None:
 
 def _check_removal(config: SFTConfig, folder: Path, inputs: Inputs, earlier: bool) -> None:
     """Refuse to overwrite files that no run wrote, or that this run reads."""
-    doomed = run_files(folder)
-    if doomed and not earlier:
+    removals = run_files(folder)
+    if removals and not earlier:
         raise ConfigError(
-            f"output_dir {folder} holds {_names(doomed)}, which a run would replace, but no earlier run ({SETTINGS}): "
-            f"--overwrite removes only what a run of fullshard wrote. Move them away, or choose another folder."
+            f"output_dir {folder} holds {_names(removals)}, which a run would replace, but no earlier run "
+            f"({SETTINGS}): --overwrite removes only what a run of fullshard wrote. Move them away, or choose another folder."
         )
     named = named_checkpoint(config)
     kept = {**inputs, "cache_dir": [cache_root(config.cache_dir)], "resume_from_checkpoint": [named] if named else []}
-    for name, path, one in ((name, path, one) for name, paths in kept.items() for path in paths for one in doomed):
+    for name, path, one in ((name, path, one) for name, paths in kept.items() for path in paths for one in removals):
         if within(path, one):
             raise ConfigError(f"{name}: {path} is in {one}, which --overwrite removes; choose another folder.")
 
@@ -336,10 +337,10 @@ class FolderLock:
 
     def take(self) -> None:
         """Take the lock; an error names the process that holds it."""
-        there = _identity_of(self.path)
-        if there in _own:
-            _own[there][1] += 1
-            self._identity = there
+        identity = _identity_of(self.path)
+        if identity in _own:
+            _own[identity][1] += 1
+            self._identity = identity
             return
         while True:
             file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)

@@ -138,9 +138,9 @@ def _write_prompt(model: Any, folder: Path, values: dict[str, torch.Tensor]) -> 
 
 def _check_adapter(files: list[Path], values: dict[str, torch.Tensor]) -> None:
     """Refuse files that do not hold every gathered value unchanged."""
-    there = [tensor for file in files for tensor in load_file(file).values()]
+    saved = [tensor for file in files for tensor in load_file(file).values()]
     for name, value in values.items():
-        if not any(t.shape == value.shape and t.dtype == value.dtype and torch.equal(t, value) for t in there):
+        if not any(t.shape == value.shape and t.dtype == value.dtype and torch.equal(t, value) for t in saved):
             raise WeightsError(f"the adapter's files do not hold {name} as it was gathered; nothing was kept.")
 
 

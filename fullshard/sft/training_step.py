@@ -296,7 +296,7 @@ class Optimizers:
         """Whether `lr_scheduler` is one of these, so that a second training makes another."""
 
     def make(self, num_training_steps: int) -> tuple[Any, Any]:
-        """The optimizer and the schedule of a run with so many steps."""
+        """The optimizer and the schedule of a run of this many steps."""
         self._calls.create_optimizer_and_scheduler(num_training_steps)
         return self._context.optimizer, self._context.lr_scheduler
 

@@ -33,12 +33,12 @@ def load_tokenizer(run: CheckedRun, folders: ModelFolders) -> Any:
     return run_on_all_ranks(lambda: read_tokenizer(run.config, folders.origin, folders.adapter), "tokenizer")
 
 
-def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | None = None) -> Any:
+def read_tokenizer(config: SFTConfig, place: Path | str | None, adapter_dir: Path | None = None) -> Any:
     """The tokenizer in the settings; else that of the adapter to resume, if it has one; else the model's."""
     from transformers import AutoTokenizer
 
-    beside = earlier is not None and (earlier / "tokenizer_config.json").is_file()
-    source = config.tokenizer_name_or_path or (earlier if beside else place)
+    beside = adapter_dir is not None and (adapter_dir / "tokenizer_config.json").is_file()
+    source = config.tokenizer_name_or_path or (adapter_dir if beside else place)
     if source is None:
         raise ConfigError("there is no tokenizer: give processing_class= (or tokenizer=), or tokenizer_name_or_path.")
     try:
@@ -67,31 +67,33 @@ class Vocabulary(NamedTuple):
 
 
 def prepare_vocabulary(
-    config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None, say: Say
+    config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, adapter_dir: Path | None, say: Say
 ) -> Vocabulary:
     """Choose the chat template, add the tokens it needs to tokenizer and model, and make them trainable. All ranks must
-    call it; `earlier` is the folder of the adapter to resume."""
-    fit = functools.partial(_fit_vocabulary, config, model, tokenizer, peft_config, earlier, say)
+    call it; `adapter_dir` is the folder of the adapter to resume."""
+    fit = functools.partial(_fit_vocabulary, config, model, tokenizer, peft_config, adapter_dir, say)
     return run_on_all_ranks(fit, "vocabulary")
 
 
 def _fit_vocabulary(
-    config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None, say: Say
+    config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, adapter_dir: Path | None, say: Say
 ) -> Vocabulary:
     own = model.peft_config[model.active_adapters[0]] if hasattr(model, "peft_config") else None
     prepared = prepared_tokenizer(config, tokenizer)
     for note in prepared.notes:
         say(note)
     rows = embedding_rows(model)
-    new = add_token_rows(model, tokenizer, prepared.added, say, stored_rows(earlier) if earlier is not None else 0)
+    new = add_token_rows(
+        model, tokenizer, prepared.added, say, stored_rows(adapter_dir) if adapter_dir is not None else 0
+    )
     if prepared.added or config.eos_token is not None:
         add_end_token(model, tokenizer)
-    if earlier is not None:
-        peft_config = adapter.resumed_config(config, earlier, say)
+    if adapter_dir is not None:
+        peft_config = adapter.resumed_config(config, adapter_dir, say)
         if lost := adapter.untrained_tokens(peft_config, model, new):
             raise ConfigError(
-                f"the adapter {earlier} was trained without {' '.join(tokenizer.convert_ids_to_tokens(lost))}, which "
-                f"the template needs as tokens: resume with the template and tokenizer it was trained with, or start a "
+                f"the adapter {adapter_dir} was trained without {' '.join(tokenizer.convert_ids_to_tokens(lost))}, "
+                f"which the template needs as tokens: resume with the template and tokenizer it was trained with, or start a "
                 f"new adapter."
             )
     elif peft_config is not None:
