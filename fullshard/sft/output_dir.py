@@ -192,7 +192,8 @@ def _check_removal(config: SFTConfig, folder: Path, inputs: Inputs, earlier: boo
     if removals and not earlier:
         raise ConfigError(
             f"output_dir {folder} holds {_names(removals)}, which a run would replace, but no earlier run "
-            f"({SETTINGS}): --overwrite removes only what a run of fullshard wrote. Move them away, or choose another folder."
+            f"({SETTINGS}): --overwrite removes only what a run of fullshard wrote. Move them away, or choose "
+            f"another folder."
         )
     named = named_checkpoint(config)
     kept = {**inputs, "cache_dir": [cache_root(config.cache_dir)], "resume_from_checkpoint": [named] if named else []}

@@ -93,8 +93,8 @@ def _fit_vocabulary(
         if lost := adapter.untrained_tokens(peft_config, model, new):
             raise ConfigError(
                 f"the adapter {adapter_dir} was trained without {' '.join(tokenizer.convert_ids_to_tokens(lost))}, "
-                f"which the template needs as tokens: resume with the template and tokenizer it was trained with, or start a "
-                f"new adapter."
+                f"which the template needs as tokens: resume with the template and tokenizer it was trained with, or "
+                f"start a new adapter."
             )
     elif peft_config is not None:
         chosen = adapter.trainable_token_ids(config, tokenizer, embedding_rows(model))
