@@ -25,7 +25,7 @@ from fullshard.launch.config import file_options, launch_options
 from fullshard.launch.plan_command import plan_options
 from fullshard.launch.resolve import resolve
 from fullshard.launch.worker import COMMAND_VARIABLE
-from fullshard.sft import run_dir
+from fullshard.sft import output_dir
 from fullshard.sft.checked_run import check_command
 from fullshard.sft.cli_args import command_options, parse
 from tests.pool import ROOT
@@ -112,7 +112,7 @@ def test_no_setting_shows_a_secret(secret_in: str, place: Path, tmp_path: Path) 
             try:
                 config = parse(words).config
                 shown = [json.dumps(config.to_dict()), json.dumps(config.changed()), config.to_json_string()]
-                shown.append(run_dir.describe_changes({one.name: "other"}, config))
+                shown.append(output_dir.describe_changes({one.name: "other"}, config))
                 shown.append(hide(str(check_command(parse(words)).notes)))
                 written += 1
             except UserError as error:

@@ -14,7 +14,7 @@ from fullshard.config.errors import ConfigError, WeightsError
 from fullshard.config.options import counting_number
 from fullshard.config.paths import list_contents
 from fullshard.lora.adapter_config import WEIGHTS, is_adapter, read_config
-from fullshard.sft.run_dir import CHECKPOINTS, SETTINGS, read_settings
+from fullshard.sft.output_dir import CHECKPOINTS, SETTINGS, read_settings
 from fullshard.weights.adapter_base import find_base, stored_in_4_bits
 from fullshard.weights.config_limits import check_config
 

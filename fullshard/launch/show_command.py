@@ -21,7 +21,7 @@ from fullshard.distributed.terminal_text import print_text
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.plan_command import read_request, with_data
 from fullshard.launch.sft_command import separate
-from fullshard.sft.run_dir import CHECKPOINTS, PLAN, SETTINGS
+from fullshard.sft.output_dir import CHECKPOINTS, PLAN, SETTINGS
 
 if TYPE_CHECKING:
     from fullshard.fsdp.plan import ShardingPlan

@@ -22,11 +22,11 @@ from fullshard.models.attention_masks import BLOCK
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.rope_scaling import longest_document
 from fullshard.models.router_loss import has_router_loss
+from fullshard.sft.base_model import uses_flash
 from fullshard.sft.batches import StepLoader, Steps, make_collator, text_settings
-from fullshard.sft.dataset_options import find
-from fullshard.sft.model import prepared_tokenizer, read_tokenizer
-from fullshard.sft.read_model import uses_flash
+from fullshard.sft.run_data import find_run_data
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.vocabulary import prepared_tokenizer, read_tokenizer
 
 CONTEXT = 2048
 """Tokens of a row if neither the settings nor the model limit them."""
@@ -119,7 +119,7 @@ def lengths_of_data(config: SFTConfig, model: Any, adapter: Any) -> tuple[Sequen
     try:
         tokenizer = read_tokenizer(config, model, Path(adapter).expanduser() if adapter is not None else None)
         prepared_tokenizer(config, tokenizer)
-        source = find(config).train
+        source = find_run_data(config).train
         if config.val_size:
             source, _ = hold_back(source, config.val_size, config.seed, config.streaming)
         settings = text_settings(config, tokenizer)

@@ -1,6 +1,6 @@
 """The model of a run that need not happen: built and planned like the run's, without weights, devices or processes.
 
-The steps are those of the run (`read_model.py`, `model_steps.py`). Of layers that are alike few are built
+The steps are those of the run (`base_model.py`, `model_steps.py`). Of layers that are alike few are built
 (`planner/layer_dedup.py`) unless the settings tell them apart.
 """
 
@@ -33,9 +33,9 @@ from fullshard.planner.layer_dedup import CannotExpandError, Condensed, Stack, c
 from fullshard.planner.step_trace import StepTrace, TracedModel
 from fullshard.sft import adapter
 from fullshard.sft.adapter import set_projection_dtype
+from fullshard.sft.base_model import read_model
 from fullshard.sft.checked_run import starting_point
 from fullshard.sft.model_steps import adapt_model, ready_model
-from fullshard.sft.read_model import read_model
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.spmd.mesh import Mesh
 from fullshard.weights.config_limits import check_config
@@ -114,10 +114,10 @@ def planned_model(
     earlier = config.adapter_name_or_path
     if not started:
         place, earlier = starting_point(place, earlier)
-    requested = adapter.requested_config(config, peft_config)
+    requested = adapter.requested_adapter_config(config, peft_config)
     fits = peft_config is not None or earlier is not None
     if earlier is not None:
-        requested = adapter.continued_config(config, Path(earlier), _nothing)
+        requested = adapter.resumed_config(config, Path(earlier), _nothing)
     # How many tokens train beside a new adapter is what counts, not which: they may be given as text.
     known = started or earlier is not None
     tokens = [] if known else list(range(len(as_list(config.trainable_token_indices or ""))))
@@ -149,8 +149,8 @@ def _planned(
 
     model: Any = read_model(config, place, device, notes.append, present=False, condense=leave_out, all_parts=all_parts)
     if peft_config is not None:
-        peft_config = adapter.fitted_config(config, peft_config, model, notes.append, from_settings=not fits)
-        peft_config = adapter.with_tokens(peft_config, model, tokens)
+        peft_config = adapter.fit_adapter_config(config, peft_config, model, notes.append, from_settings=not fits)
+        peft_config = adapter.train_tokens(peft_config, model, tokens)
     model, packing = adapt_model(config, engine, model, None, peft_config, None, device, _nothing, present=False)
     whole = Condensed(model, stacks)
     size = whole.count(model, lambda part: count_parameters(part)[1])

@@ -21,7 +21,7 @@ from fullshard.report.page import whole_page
 from fullshard.report.records import METRICS_FILE, REPORT_FILE, SETTINGS_FILE
 from fullshard.report.run_record import RunRecord, read_run
 from fullshard.report.serve import serve
-from fullshard.sft.run_lock import owner_of
+from fullshard.sft.output_dir import lock_owner
 
 COMPARISON_FILE = "comparison.html"
 """Where a comparison is written, in the current folder."""
@@ -77,7 +77,7 @@ def run_folder(name: str) -> Path:
         near = f", such as {folder.parent}" if _is_run(folder.parent) else ""
         raise ConfigError(f"{name} is a file; expected the output_dir of a run{near}.")
     try:
-        if _is_run(folder) or owner_of(folder) is not None:
+        if _is_run(folder) or lock_owner(folder) is not None:
             return folder
         inner = sorted(str(one) for one in folder.iterdir() if one.is_dir() and _is_run(one))
         entries = list_contents(folder)

@@ -15,7 +15,7 @@ from fullshard.report.run_charts import CURVES, curve_chart, labels, metric_char
 from fullshard.report.run_record import RunRecord
 from fullshard.report.run_state import last_step, state_of, total_steps, training_seconds
 from fullshard.report.run_summary import summary_of
-from fullshard.sft.run_dir import HARMLESS
+from fullshard.sft.output_dir import HARMLESS
 
 ABSENT = object()
 """The value of a setting that a run has not recorded."""

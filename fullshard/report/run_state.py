@@ -11,7 +11,7 @@ from typing import Any
 
 from fullshard.report.records import is_number
 from fullshard.report.run_record import RunRecord
-from fullshard.sft.run_lock import owner_of
+from fullshard.sft.output_dir import lock_owner
 
 ENDINGS = ("start", "resume", "end", "failed", "stopped")
 
@@ -26,7 +26,7 @@ class RunState(Enum):
 
 def state_of(run: RunRecord) -> RunState:
     """The state of a run. Where the file system has no locks, a run that is going on seems to have ended early."""
-    if owner_of(run.folder) is not None:
+    if lock_owner(run.folder) is not None:
         return RunState.RUNNING
     return RunState.FINISHED if has_finished(run) else RunState.ENDED
 

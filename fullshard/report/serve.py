@@ -36,7 +36,7 @@ from fullshard.report.records import METRICS_FILE
 from fullshard.report.run_charts import labels
 from fullshard.report.run_record import RunReader, RunRecord
 from fullshard.report.run_state import RunState, has_finished, last_step, state_of, total_steps, training_seconds
-from fullshard.sft.run_lock import owner_of
+from fullshard.sft.output_dir import lock_owner
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
@@ -247,7 +247,7 @@ def serve(folders: Sequence[Path], port: int | None = None) -> str:
     """Serve until the runs have ended. Returns how they ended, in words."""
     watches, page = [RunWatch(folder) for folder in folders], LivePage(folders)
     with _open(page, port) as server:
-        live = any(owner_of(folder) is not None for folder in folders)
+        live = any(lock_owner(folder) is not None for folder in folders)
         end, going = ("the run ends", "the run is") if len(folders) == 1 else ("the runs end", "the runs are")
         until = f"{end}, or until Ctrl-C" if live else f"Ctrl-C; {going} not going on"
         print_text(f"{server.url} shows {', '.join(map(str, folders))} until {until}.")
@@ -283,7 +283,7 @@ class RunWatch:
 
     def has_ended(self) -> bool:
         """Whether it has ended. One that was over from the start has not."""
-        if owner_of(self.folder) is not None:
+        if lock_owner(self.folder) is not None:
             self.was_running, self._gone = True, None
             return False
         # Where there are no locks, a run shows itself by its metrics.
@@ -348,7 +348,7 @@ class LivePage:
 
     def _look(self) -> None:
         """Make the contents again if something has changed."""
-        known = ((self.over, *map(owner_of, self.folders)), [_files(folder) for folder in self.folders])
+        known = ((self.over, *map(lock_owner, self.folders)), [_files(folder) for folder in self.folders])
         began = time.monotonic()
         same = self._known is not None and self._known[0] == known[0]
         if self._known == known or (same and began < self._due):

@@ -10,14 +10,15 @@ import os
 import sys
 
 from fullshard.distributed import log_filter
-from fullshard.sft.checked_run import RUN_VARIABLE, check_command, receive
+from fullshard.sft.checked_run import RUN_VARIABLE, check_command, receive_run
 from fullshard.sft.cli_args import parse
 
 
 def main() -> None:
+    """Train as one rank: a run that the launcher has handed over, or the one of this process's own command line."""
     log_filter.install_filters()
     handed = os.environ.pop(RUN_VARIABLE, None)  # not for processes that this one starts
-    run = receive(handed) if handed is not None else check_command(parse(sys.argv[1:]))
+    run = receive_run(handed) if handed is not None else check_command(parse(sys.argv[1:]))
     from fullshard.sft.trainer import train_run  # imports torch
 
     train_run(run)

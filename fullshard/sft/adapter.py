@@ -21,7 +21,7 @@ from torch import nn
 from fullshard.config.errors import ConfigError, one_line
 from fullshard.config.options import as_list, counting_number, nearest
 from fullshard.device import accelerator
-from fullshard.distributed.ranks import agree
+from fullshard.distributed.ranks import agree, run_on_all_ranks
 from fullshard.fsdp import MixedPrecision
 from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.lora.fused import fuse_lora
@@ -44,17 +44,17 @@ Say = Callable[[str], None]
 # --- PEFT's configuration -------------------------------------------------------------------------------------------
 
 
-def requested_config(config: SFTConfig, given: Any) -> Any:
-    """PEFT's configuration of the new adapter: `given` by a script, else from the settings; None without one."""
-    if given is not None or config.adapter_kind is None or config.adapter_name_or_path is not None:
-        return given
+def requested_adapter_config(config: SFTConfig, script_config: Any) -> Any:
+    """PEFT's configuration of a new adapter on any model: the script's, else from the settings; None without one."""
+    if script_config is not None or config.adapter_kind is None or config.adapter_name_or_path is not None:
+        return script_config
     return {"lora": _lora, "vera": _vera}.get(config.adapter_kind, _prompt)(config)
 
 
 def _lora(config: SFTConfig) -> Any:
     from peft import LoraConfig
 
-    made: Any = LoraConfig(
+    lora: Any = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
@@ -64,8 +64,8 @@ def _lora(config: SFTConfig) -> Any:
         **_layers(config),
     )
     # Set after construction: PEFT's constructor would require libraries that only its own initialization uses.
-    made.init_lora_weights = config.first_values
-    return made
+    lora.init_lora_weights = config.first_values
+    return lora
 
 
 def _vera(config: SFTConfig) -> Any:
@@ -103,10 +103,20 @@ def _layers(config: SFTConfig) -> dict[str, Any]:
     }
 
 
-def fitted_config(config: SFTConfig, peft_config: Any, model: Any, say: Say, *, from_settings: bool) -> Any:
+def new_adapter_config(config: SFTConfig, script_config: Any, model: Any, say: Say) -> Any:
+    """PEFT's configuration of the adapter to add to this model: the script's, else from the settings; None without one.
+    All ranks must call it."""
+    requested = requested_adapter_config(config, script_config)
+    if requested is None:
+        return None
+    fit = functools.partial(fit_adapter_config, config, requested, model, say, from_settings=script_config is None)
+    return run_on_all_ranks(fit, "adapter")
+
+
+def fit_adapter_config(config: SFTConfig, peft_config: Any, model: Any, say: Say, *, from_settings: bool) -> Any:
     """PEFT's configuration of a new adapter on this model: nothing outside its language model gets one.
 
-    In one that was made `from_settings`, all-linear has the experts too, and defaults that do not fit are left out.
+    In a configuration `from_settings`, all-linear has the experts too, and defaults that do not fit are left out.
     """
     peft_config, inner = copy.copy(peft_config), get_causal_lm(model)
     for name in getattr(peft_config, "modules_to_save", None) or ():
@@ -131,32 +141,32 @@ def fitted_config(config: SFTConfig, peft_config: Any, model: Any, say: Say, *, 
     return peft_config
 
 
-def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
+def resumed_config(config: SFTConfig, folder: Path, say: Say) -> Any:
     """PEFT's configuration of the adapter to resume, from its folder. Settings that it overrides are reported."""
     from peft import PeftConfig
 
     try:
-        found: Any = PeftConfig.from_pretrained(str(folder))
+        peft_config: Any = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # damaged files raise errors of many kinds
         raise ConfigError(
             f"adapter_name_or_path: {folder} holds no adapter that peft can read: {one_line(error)}."
         ) from None
-    if found.is_prompt_learning:
-        kind = getattr(found.peft_type, "value", found.peft_type)
+    if peft_config.is_prompt_learning:
+        kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
         raise ConfigError(f"adapter_name_or_path: {folder} holds a {kind} adapter; expected one like LoRA.")
-    found.inference_mode = False
+    peft_config.inference_mode = False
     for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"):
         option = "lora_r" if name == "r" else name
-        asked, own = getattr(config, option), getattr(found, name, None)
-        if asked not in (own, SFTConfig.__dataclass_fields__[option].default):
-            say(f"{option} {asked} is not used: the resumed adapter has {own}.")
+        value, own = getattr(config, option), getattr(peft_config, name, None)
+        if value not in (own, SFTConfig.__dataclass_fields__[option].default):
+            say(f"{option} {value} is not used: the resumed adapter has {own}.")
     for option in ("peft_type", "init_lora_weights", "modules_to_save", "trainable_token_indices"):
-        if (asked := getattr(config, option)) != SFTConfig.__dataclass_fields__[option].default:
-            say(f"{option} {asked} is not used: the resumed adapter has its own.")
-    return found
+        if (value := getattr(config, option)) != SFTConfig.__dataclass_fields__[option].default:
+            say(f"{option} {value} is not used: the resumed adapter has its own.")
+    return peft_config
 
 
-def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
+def train_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
     """The configuration with these tokens' rows of the embedding and the output head trained beside the adapter."""
     if not tokens:
         return peft_config
@@ -166,9 +176,9 @@ def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
             f"tokenizer that has them already."
         )
     peft_config = copy.deepcopy(peft_config)
-    given = peft_config.trainable_token_indices or {}
+    requested = peft_config.trainable_token_indices or {}
     tables = _tables(model)
-    trained = dict(given) if isinstance(given, dict) else {next(iter(tables)): list(given)}
+    trained = dict(requested) if isinstance(requested, dict) else {next(iter(tables)): list(requested)}
     for name, layer in tables.items():
         if _named(name, getattr(peft_config, "modules_to_save", None) or ()):
             continue  # all of it trains
@@ -188,9 +198,9 @@ def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
     return peft_config
 
 
-def chosen_tokens(config: SFTConfig, tokenizer: Any, rows: int) -> list[int]:
-    """The ids of the tokens in `trainable_token_indices`, which are given as ids or as text."""
-    found, known = [], tokenizer.get_vocab()
+def trainable_token_ids(config: SFTConfig, tokenizer: Any, rows: int) -> list[int]:
+    """The ids of the tokens in `trainable_token_indices`, which are ids or text."""
+    tokens, known = [], tokenizer.get_vocab()
     for word in as_list(config.trainable_token_indices or ""):
         number = counting_number(word)
         index = number if number is not None else known.get(word)
@@ -200,16 +210,16 @@ def chosen_tokens(config: SFTConfig, tokenizer: Any, rows: int) -> list[int]:
                 f"trainable_token_indices: the tokenizer {what} (the model has {rows} token rows). Expected tokens of "
                 f"the tokenizer's vocabulary, or their ids."
             )
-        found.append(index)
-    return found
+        tokens.append(index)
+    return tokens
 
 
-def missing_tokens(peft_config: Any, model: Any, tokens: list[int]) -> list[int]:
+def untrained_tokens(peft_config: Any, model: Any, tokens: list[int]) -> list[int]:
     """The tokens among these that an adapter to resume does not train."""
     if not tokens:
         return []
-    given = getattr(peft_config, "trainable_token_indices", None) or {}
-    known = {index for group in (given.values() if isinstance(given, dict) else [given]) for index in group}
+    requested = getattr(peft_config, "trainable_token_indices", None) or {}
+    known = {index for group in (requested.values() if isinstance(requested, dict) else [requested]) for index in group}
     whole = getattr(peft_config, "modules_to_save", None) or ()
     if all(_named(name, whole) for name in _tables(model)):
         return []
@@ -268,9 +278,9 @@ def set_projection_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
     from peft.tuners.vera.model import VeraModel
 
     for tuner in model.modules():
-        for held in (tuner.vera_A, tuner.vera_B) if isinstance(tuner, VeraModel) and dtype is not None else ():
-            for adapter in held:
-                held[adapter] = held[adapter].to(dtype)
+        for projections in (tuner.vera_A, tuner.vera_B) if isinstance(tuner, VeraModel) and dtype is not None else ():
+            for adapter in projections:
+                projections[adapter] = projections[adapter].to(dtype)
 
 
 def fuse_adapter(config: SFTConfig, model: nn.Module, device: torch.device, say: Say) -> None:
@@ -286,7 +296,7 @@ def fuse_adapter(config: SFTConfig, model: nn.Module, device: torch.device, say:
 
 
 def make_trainable(
-    config: SFTConfig, recomputes: bool, model: nn.Module, tokenizer: Any, peft_config: Any, earlier: Path | None,
+    config: SFTConfig, recomputes: bool, model: nn.Module, tokenizer: Any, peft_config: Any, adapter_dir: Path | None,
     trains: bool, say: Say,
 ) -> nn.Module:  # fmt: skip
     """The model with its adapter, if there is one, and with frozen parts. All ranks must call it.
@@ -297,33 +307,33 @@ def make_trainable(
     for one in getattr(model, "peft_config", {"new": peft_config} if peft_config is not None else {}).values():
         check_method(one, quantized_format(model), in_memory)
     if peft_config is not None:
-        model = add_adapter(model, peft_config, config.seed, earlier)
+        model = add_adapter(model, peft_config, config.seed, adapter_dir)
         if config.prompt_tuning_init_text:
             init_from_tokens(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
     for kind in prompt_kinds(model):
         check_prompt(kind, config.packing, bool(config.gradient_checkpointing) or recomputes)
     if config.freeze and trains:
-        agree(functools.partial(freeze, model, config.freeze, say), "freezing")
+        agree(functools.partial(freeze_parameters, model, config.freeze, say), "freezing")
     check_trains(model)
     return model
 
 
-def is_from_weights(model: nn.Module) -> bool:
+def starts_from_weights(model: nn.Module) -> bool:
     """Whether an adapter of the model is initialized from the base weights (PiSSA, OLoRA)."""
     configs: Any = getattr(model, "peft_config", {})
     return any(taken_from_weights(getattr(one, "init_lora_weights", None)) for one in configs.values())
 
 
-def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | None = None) -> nn.Module:
+def add_adapter(model: nn.Module, peft_config: Any, seed: int, adapter_dir: Path | None = None) -> nn.Module:
     """The model with the adapter, as a `PeftModel`; only the adapter trains.
 
-    The adapter to resume (`earlier`) is loaded here if the model has its weights, else together with them.
+    The adapter to resume, in `adapter_dir`, is loaded here if the model has its weights, else together with them.
     """
     from peft import PeftModel
 
     empty = any(p.is_meta for p in model.parameters())
-    if earlier is not None and not empty:
-        return PeftModel.from_pretrained(model, str(earlier), is_trainable=True)
+    if adapter_dir is not None and not empty:
+        return PeftModel.from_pretrained(model, str(adapter_dir), is_trainable=True)
     if not empty and getattr(peft_config, "init_lora_weights", True) == "loftq":
         raise ConfigError(
             "init_lora_weights='loftq' needs the weights before quantization, which are read from files; give the "
@@ -355,29 +365,29 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
         ) from None
 
 
-def freeze(model: nn.Module, patterns: str, say: Say) -> None:
+def freeze_parameters(model: nn.Module, patterns: str, say: Say) -> None:
     """Freeze the parameters that the patterns match. A pattern that matches no trainable parameter is an error."""
     named = dict(model.named_parameters(remove_duplicate=False))
     away = left_out_tensors(model)
     trains = {name for name, p in named.items() if p.requires_grad}
     frozen: set[str] = set()
     for pattern in as_list(patterns):
-        found = {name for name in named if matches(name, pattern)}
-        if not found and any(matches(name, pattern) for name in away):
+        matched = {name for name in named if matches_pattern(name, pattern)}
+        if not matched and any(matches_pattern(name, pattern) for name in away):
             continue  # frozen already
-        if not found & trains:
+        if not matched & trains:
             parts = {".".join(name.split(".")[i:j]) for name in trains for i in range(name.count(".") + 1)
                      for j in range(i + 1, name.count(".") + 2)}  # fmt: skip
-            why = "matches only frozen parameters" if found else f"matches no parameter{nearest(pattern, parts)}"
+            why = "matches only frozen parameters" if matched else f"matches no parameter{nearest(pattern, parts)}"
             raise ConfigError(f"freeze: {pattern!r} {why}. Trainable parameters: {_some(sorted(trains))}.")
-        frozen |= found & trains
+        frozen |= matched & trains
     for name in frozen:
         named[name].requires_grad_(False)
     count = sum(p.numel() for p in {id(named[name]): named[name] for name in frozen}.values())
     say(f"freeze: {len(frozen)} parameters ({count:,} values) are frozen.")
 
 
-def matches(name: str, pattern: str) -> bool:
+def matches_pattern(name: str, pattern: str) -> bool:
     """Whether a pattern matches a parameter's name, or whole parts of it between dots."""
     return any(fnmatch.fnmatchcase(name, p) for p in (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*"))
 

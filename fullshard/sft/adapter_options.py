@@ -156,7 +156,7 @@ class AdapterOptions:
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value}; expected 0 or more.")
         for name in ("freeze", "modules_to_save", "trainable_token_indices"):
-            if (given := getattr(self, name)) is not None and not as_list(given):
+            if (text := getattr(self, name)) is not None and not as_list(text):
                 raise ConfigError(f"{name} is empty; expected a comma-separated list.")
 
     def _check_quantization(self) -> None:
@@ -214,8 +214,8 @@ class AdapterOptions:
         for wanted, names in needs.items():
             for name in names:
                 if getattr(self, name) != defaults[name].default and kind != wanted and not earlier:
-                    found = f"peft_type is {kind}" if kind else "there is no adapter"
-                    raise ConfigError(f"{name} is a setting of {wanted} adapters, and {found}; leave it out.")
+                    adapter = f"peft_type is {kind}" if kind else "there is no adapter"
+                    raise ConfigError(f"{name} is a setting of {wanted} adapters, and {adapter}; leave it out.")
         if self.modules_to_save and kind not in ("lora", "vera") and not earlier:
             why = f"{kind} trains only a prompt" if kind else "without an adapter all modules are trained"
             raise ConfigError(f"modules_to_save: {why}; leave it out.")

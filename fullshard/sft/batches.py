@@ -30,17 +30,19 @@ from fullshard.data.loader import (
     row_of,
 )
 from fullshard.data.node_stream import Pages
+from fullshard.data.pretokenized import IGNORED
 from fullshard.data.row_formats import bad_kinds
 from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.stream import Stream, StreamSampler
 from fullshard.data.token_table import TokenTable, unused_columns
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import agree
+from fullshard.models.token_loss import known_count
 from fullshard.parallel.data_loader import RankLoader
 from fullshard.sft.adapter import Say
-from fullshard.sft.dataset_options import configs_of, reading, templates_of
-from fullshard.sft.model import check_rows
+from fullshard.sft.run_data import dataset_configs, dataset_templates, row_reading
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.vocabulary import check_rows_fit
 
 EVALUATION = "evaluation"
 """The names of data that `eval_packing` applies to begin with this."""
@@ -56,7 +58,7 @@ def load_data(
     table = functools.partial(checked_table, config, model, tokenizer, say)
     rows: TokenTable | Stream | None = None
     if train is not None and config.streaming:
-        rows = make_stream(config, train, tokenizer, functools.partial(check_rows, model))
+        rows = make_stream(config, train, tokenizer, functools.partial(check_rows_fit, model))
     elif train is not None:
         rows = table("training", train)
     if isinstance(evaluation, dict):
@@ -69,7 +71,7 @@ def checked_table(config: SFTConfig, model: Any, tokenizer: Any, say: Say, name:
     must call it."""
     table = make_table(config, source, tokenizer, name)
     say(describe_data(name, table.facts, config))
-    agree(functools.partial(check_rows, model, table), f"check of the {name} data")
+    agree(functools.partial(check_rows_fit, model, table), f"check of the {name} data")
     return table
 
 
@@ -78,8 +80,8 @@ def text_settings(config: SFTConfig, tokenizer: Any, name: str = "training") -> 
     packs = config.packing if not name.startswith(EVALUATION) or config.eval_packing is None else config.eval_packing
     as_given = config.skip_prepare_dataset
     splits = packs and config.packing_strategy == "bfd_split"
-    own, main = templates_of(config), template_of(tokenizer)
-    sets = zip(configs_of(config), own, strict=True)
+    own, main = dataset_templates(config), template_of(tokenizer)
+    sets = zip(dataset_configs(config), own, strict=True)
     return TextSettings(
         max_length=None if as_given else config.max_length,
         packing=packs and not as_given,
@@ -93,8 +95,8 @@ def text_settings(config: SFTConfig, tokenizer: Any, name: str = "training") -> 
         template=main,
         overflow="split" if splits else config.overflow,
         truncation_mode=config.truncation_mode,
-        reading=reading(config),
-        data_sets=tuple((reading(each), main if template is None else template.text) for each, template in sets),
+        reading=row_reading(config),
+        data_sets=tuple((row_reading(each), main if template is None else template.text) for each, template in sets),
     )
 
 
@@ -117,10 +119,10 @@ def make_loader(config: SFTConfig, data: TokenTable | Stream, collator: Any, see
     """This rank's batches of the training data, step by step."""
     size, workers = config.per_device_train_batch_size, config.dataloader_num_workers
     collator = with_fixed_shapes(config, collator, data, size)
-    return StepLoader(feed_of(config, data), data, collator, size, workers, seen)
+    return StepLoader(make_sampler(config, data), data, collator, size, workers, seen)
 
 
-def evaluation_loader(config: SFTConfig, data: TokenTable, collator: Any, seen: bool = False) -> StepLoader:
+def make_evaluation_loader(config: SFTConfig, data: TokenTable, collator: Any, seen: bool = False) -> StepLoader:
     """This rank's batches of every row once, in order; every rank takes part in every batch."""
     size = config.per_device_eval_batch_size
     order = RowOrder(len(data), size * runtime.global_device_count(), seed=0, shuffle=False)
@@ -174,7 +176,7 @@ def describe_shapes(config: SFTConfig, data: TokenTable | Stream) -> str:
     return f"{line}."
 
 
-def feed_of(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:
+def make_sampler(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:
     """The rows of each step: a function of the data, the seed and the global batch size alone."""
     batch = config.per_device_train_batch_size * runtime.global_device_count() * config.gradient_accumulation_steps
     seed = config.data_seed if config.data_seed is not None else config.seed
@@ -219,21 +221,30 @@ def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
     return line
 
 
+def trained_tokens(labels: Any) -> int:
+    """The number of labels that contribute to the loss."""
+    if labels is None:
+        return 0
+    known = known_count(labels)
+    return known if known is not None else int((labels[..., 1:] != IGNORED).sum())
+
+
 # --- loaders --------------------------------------------------------------------------------------------------------
 
 
-COUNTED = -1
+UNKNOWN_COUNT = -1
 """In a `GlobalBatch`: trained tokens, or tokens, that are counted in the batches of all ranks."""
 
 
-class NoRows:
+class UnknownRows:
     """The rows of a script's own loader: unknown."""
 
     def documents(self, row: int) -> Any:
+        """Never called: only a table's rows are read."""
         raise AssertionError("the rows of a script's data loader are its own")
 
 
-NO_ROWS = NoRows()
+UNKNOWN_ROWS = UnknownRows()
 
 
 class Steps(Protocol):
@@ -247,7 +258,8 @@ class Steps(Protocol):
     def steps_per_epoch(self) -> int | None:
         """None if the length of the data is unknown."""
 
-    def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]: ...
+    def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]:
+        """The steps `start` to `end` - 1; `position` is the data position to resume from."""
 
     def next_epoch(self, pick: GlobalBatch) -> tuple[dict[str, Any] | None, int]:
         """Leave out the rest of a pick's epoch: the position after it, and the number of steps left out."""
@@ -277,9 +289,11 @@ class StepLoader(Loader):
 
     @property
     def steps_per_epoch(self) -> int | None:
+        """The number of steps in an epoch; None for a stream."""
         return self.sampler.order.steps_per_epoch if isinstance(self.sampler, TableSampler) else None
 
     def load(self, pick: GlobalBatch) -> Step:
+        """The batches of a global batch, with its epoch as transformers counts it."""
         if (length := self.steps_per_epoch) is not None:  # as transformers counts: by micro-batches
             epoch, index = divmod(pick.number, length)
             each = -(-self.batch // (self.world * self.size))
@@ -287,6 +301,7 @@ class StepLoader(Loader):
         return super().load(pick)
 
     def next_epoch(self, pick: GlobalBatch) -> tuple[dict[str, Any] | None, int]:
+        """Leave out the rest of a pick's epoch; an error for a stream."""
         if self.steps_per_epoch is None:
             raise ConfigError(
                 "a callback has set control.should_epoch_stop, but the data is streamed, and where its next epoch "
@@ -294,7 +309,7 @@ class StepLoader(Loader):
             )
         return None, -(pick.number + 1) % self.steps_per_epoch
 
-    def one_pass(self) -> Iterator[Step]:
+    def one_epoch(self) -> Iterator[Step]:
         """Every row once."""
         assert self.steps_per_epoch is not None
         return self.steps(0, self.steps_per_epoch)
@@ -324,21 +339,22 @@ class StepLoader(Loader):
 class ScriptLoader:
     """A script's own `DataLoader` as the steps of a run: its batches are divided over the ranks in turn."""
 
-    def __init__(self, given: Any, accumulates: int, what: str) -> None:
-        if not isinstance(given, DataLoader):
+    def __init__(self, loader: Any, accumulates: int, what: str) -> None:
+        if not isinstance(loader, DataLoader):
             raise ConfigError(
-                f"{what} returned a {type(given).__name__}; expected a torch.utils.data.DataLoader, or what "
+                f"{what} returned a {type(loader).__name__}; expected a torch.utils.data.DataLoader, or what "
                 f"super().{what}() returns."
             )
-        self.given, self.accumulates = given, accumulates
-        self.loader = given if isinstance(given, RankLoader) else RankLoader.of(given)
-        self.batch = (given.batch_size or 1) * runtime.world_size() * accumulates
+        self.accumulates = accumulates
+        self.loader = loader if isinstance(loader, RankLoader) else RankLoader.of(loader)
+        self.batch = (loader.batch_size or 1) * runtime.world_size() * accumulates
         try:
             self.steps_per_epoch: int | None = max(1, -(-len(self.loader) // accumulates))
         except TypeError:
             self.steps_per_epoch = None
 
     def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]:
+        """The steps `start` to `end` - 1, epoch after epoch."""
         length, number = self.steps_per_epoch, start
         epoch, index = divmod(start, length) if length else (0, start)
         while number < end:
@@ -370,13 +386,14 @@ class ScriptLoader:
     def _step(self, number: int, index: int, length: int | None, group: list[tuple[Batch, bool]]) -> Step:
         epoch = (number + 1) / length if length else 0.0
         ends = length is not None and index + 1 == length
-        pick = GlobalBatch(number, np.arange(0), NO_ROWS, COUNTED, COUNTED, epoch, ends)
+        pick = GlobalBatch(number, np.arange(0), UNKNOWN_ROWS, UNKNOWN_COUNT, UNKNOWN_COUNT, epoch, ends)
         return Step(pick, [[] if stands_in else [0] for _, stands_in in group], [batch for batch, _ in group])
 
     def next_epoch(self, pick: GlobalBatch) -> tuple[dict[str, Any] | None, int]:
+        """Leave out the rest of a pick's epoch."""
         return None, -(pick.number + 1) % self.steps_per_epoch if self.steps_per_epoch else 0
 
-    def one_pass(self) -> Iterator[Step]:
+    def one_epoch(self) -> Iterator[Step]:
         """Every batch once."""
         self.loader.set_epoch(0)
         return self._epoch(0, 0)

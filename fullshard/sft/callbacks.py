@@ -19,7 +19,7 @@ from fullshard.sft.sft_config import SFTConfig
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 """What a callback can ask for, in `control`."""
-ANSWERED = {
+CLEARED_FLAGS = {
     "on_train_begin": FLAGS[:1],
     "on_epoch_begin": FLAGS[1:2],
     "on_step_begin": FLAGS[2:],
@@ -27,7 +27,7 @@ ANSWERED = {
     "on_evaluate": FLAGS[3:4],
     "on_log": FLAGS[4:],
 }
-"""Requests that are over when an event comes."""
+"""The requests that an event clears."""
 
 
 class Callbacks:
@@ -51,7 +51,7 @@ class Callbacks:
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
         self._agreed: frozenset[str] = frozenset()
-        """The events after which the ranks agree on what was asked for."""
+        """The events after which the ranks agree on the requests."""
         for callback in callbacks:
             self.add_callback(callback)
 
@@ -63,10 +63,10 @@ class Callbacks:
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class; returns it, or None if there is none."""
-        found = next((one for one in self.callbacks if _is(one, callback)), None)
-        if found is not None:
-            self.callbacks.remove(found)
-        return found
+        match = next((one for one in self.callbacks if _is(one, callback)), None)
+        if match is not None:
+            self.callbacks.remove(match)
+        return match
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, or the first one of a class if there is one."""
@@ -95,7 +95,7 @@ class Callbacks:
 
         `checkpoints`, the run's checkpoint manager, is for the trainer's own callbacks only.
         """
-        for flag in ANSWERED.get(event, ()):
+        for flag in CLEARED_FLAGS.get(event, ()):
             setattr(self.control, flag, False)
         for callback in self.own:
             if (method := getattr(callback, event, None)) is not None:
@@ -113,10 +113,10 @@ class Callbacks:
         return self.control
 
     def _agree(self) -> None:
-        asked = sum(bool(getattr(self.control, flag)) << bit for bit, flag in enumerate(FLAGS))
-        asked = any_of(asked, "callbacks")
+        requests = sum(bool(getattr(self.control, flag)) << bit for bit, flag in enumerate(FLAGS))
+        requests = any_of(requests, "callbacks")
         for bit, flag in enumerate(FLAGS):
-            setattr(self.control, flag, bool(asked >> bit & 1))
+            setattr(self.control, flag, bool(requests >> bit & 1))
 
     def begin(self, total: int, steps: Any, history: list[dict[str, Any]]) -> None:
         """A new state, for a training of this many steps."""
@@ -142,11 +142,11 @@ class Callbacks:
         """The state of the callbacks that have one (transformers' `ExportableState`), by class name: plain data."""
         from transformers.trainer_callback import ExportableState
 
-        found: dict[str, list[Any]] = {}
+        states_of: dict[str, list[Any]] = {}
         for callback in (*self.callbacks, self.control):
             if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, []).append(callback.state())
-        return {name: states if len(states) > 1 else states[0] for name, states in found.items()}
+                states_of.setdefault(type(callback).__name__, []).append(callback.state())
+        return {name: states if len(states) > 1 else states[0] for name, states in states_of.items()}
 
     def restore(self, exported: dict[str, Any]) -> None:
         """Give callbacks the state that a checkpoint holds for their class."""
@@ -170,10 +170,8 @@ def with_best_metric(config: SFTConfig) -> SFTConfig:
 
 
 def default_flow() -> Any:
-    """The callback that asks for logs, evaluations and checkpoints as the settings say; it is the first one.
-
-    As transformers', and the last step is logged whatever `logging_steps` is.
-    """
+    """transformers' callback that requests logs, evaluations and checkpoints by the settings, which also logs the last
+    step."""
     from transformers.trainer_callback import DefaultFlowCallback
 
     class DefaultFlow(DefaultFlowCallback):

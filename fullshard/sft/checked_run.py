@@ -2,7 +2,7 @@
 
 Every check runs once. `fullshard sft` checks in the launcher and hands the result to its ranks as JSON; they only look
 for the paths on their own node. `python -m fullshard.sft` without a launcher of ours, and `SFTTrainer` in a script,
-check for themselves. Nothing here imports torch. The output folder's own rules are in `run_dir.py`.
+check for themselves. Nothing here imports torch. The output folder's own rules are in `output_dir.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_conf
 from fullshard.parallel.fsdp_flags import settings_from_trainer_flags
 from fullshard.parallel.settings import EngineSettings
 from fullshard.report.logger_names import check_report_to
-from fullshard.sft import run_dir
+from fullshard.sft import output_dir
 from fullshard.sft.cli_args import Arguments, CommandConfig, config_of
-from fullshard.sft.dataset_options import RunData, configs_of, find, script_source, streamed
-from fullshard.sft.prompts import read_prompts
+from fullshard.sft.run_data import (
+    RunData,
+    dataset_configs,
+    find_run_data,
+    read_prompts,
+    script_source,
+    stream_if_iterable,
+)
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.weights.adapter_base import find_base
 from fullshard.weights.config_limits import check_config
@@ -39,7 +45,7 @@ RUN_VARIABLE = "FULLSHARD_SFT_RUN"
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """Everything that a trainer is made from."""
+    """Everything that a trainer needs to begin."""
 
     config: SFTConfig
     engine: EngineSettings
@@ -78,37 +84,38 @@ def check_command(
     config, notes = arguments.config, list(arguments.notes)
     model, adapter = check_paths(config)
     engine = sharding_settings(config, launched, notes)
-    data = find(config, check_rows=True)
+    data = find_run_data(config, check_rows=True)
     if config.sample_by != "line" and data.train.files and not any(".txt" in one.suffixes for one in data.train.files):
         notes.append("no effect: sample_by: no file of the data is a .txt file")
     run = _run_of(config, engine, model, adapter, data, tuple(notes), check_folder)
     if check_folder:
-        run_dir.check_folder(run.config, run.inputs)
+        output_dir.check_output_dir(run.config, run.inputs)
     return run
 
 
-def receive(text: str) -> CheckedRun:
+def receive_run(text: str) -> CheckedRun:
     """The run that the launcher has checked, in one of its ranks. Only whether its paths exist on this node is left to
     check."""
     values = json.loads(text)
     config: SFTConfig = CommandConfig.from_checked(values["config"])
-    given = values["engine"].items()
-    engine: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+    fields = values["engine"].items()
+    engine: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields}
     named = {"model_name_or_path": values["model"], "adapter_name_or_path": values["adapter"]}
     named |= {name: getattr(config, name) for name in ("tokenizer_name_or_path", "sample_prompts")}
     for option, name in named.items():
         if name is not None and looks_local(name) and not Path(name).expanduser().exists():
             raise ConfigError(f"{option}: {Path(name).expanduser()} does not exist.")
     return _run_of(
-        config, EngineSettings(**engine), values["model"], values["adapter"], find(config), tuple(values["notes"]), True
-    )
+        config, EngineSettings(**engine), values["model"], values["adapter"], find_run_data(config),
+        tuple(values["notes"]), True,
+    )  # fmt: skip
 
 
 def _run_of(
     config: SFTConfig, engine: EngineSettings, model: str | None, adapter: str | None, data: RunData,
     notes: tuple[str, ...], folder_checked: bool,
 ) -> CheckedRun:  # fmt: skip
-    inputs = run_dir.inputs_of(config, model, adapter, data)
+    inputs = output_dir.input_paths(config, model, adapter, data)
     return CheckedRun(
         _with_adapter(config, adapter), engine, model, adapter, data.train, data.evaluation, inputs, notes,
         folder_checked,
@@ -152,7 +159,7 @@ def with_precision(config: SFTConfig, engine: EngineSettings) -> tuple[SFTConfig
 
 
 def _with_adapter(config: SFTConfig, adapter: str | None) -> SFTConfig:
-    """The settings with the adapter to resume, which may have been given as the model."""
+    """The settings with the adapter to resume, which may be named as the model."""
     config = copy.copy(config)
     config.adapter_name_or_path = adapter
     return config
@@ -170,7 +177,7 @@ def check_script(
     What `output_dir` holds is checked when training begins: only then is it known whether the run resumes.
     """
     config, notes = config_of(args, **more)
-    config = streamed(config, train_dataset, notes)
+    config = stream_if_iterable(config, train_dataset, notes)
     check_report_to(config.report_to)
     model, adapter = starting_point(
         model if model is not None else config.model_name_or_path, config.adapter_name_or_path
@@ -206,9 +213,9 @@ def check_script(
             "`train_dataset` is required (or `eval_dataset` alone, to evaluate only); give rows or files."
         )
     sources = (train, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation]))
-    inputs = run_dir.inputs_of(config, model, adapter, sources, tokenizer)
+    inputs = output_dir.input_paths(config, model, adapter, sources, tokenizer)
     if train is not None:
-        run_dir.check_place(config, inputs)
+        output_dir.check_output_path(config, inputs)
     if config.val_size and evaluation is not None:
         raise ConfigError(f"val_size is {config.val_size:g}, and there is an eval_dataset; choose one.")
     if config.eval_strategy != "no" and evaluation is None and not (config.val_size and train is not None):
@@ -235,7 +242,7 @@ def check_paths(config: SFTConfig) -> tuple[str | None, str | None]:
         check_model_folder(str(model))
     if config.tokenizer_name_or_path:
         check_model_folder(config.tokenizer_name_or_path, "tokenizer_name_or_path", "tokenizer_config.json")
-    for each in (config, *configs_of(config)):
+    for each in (config, *dataset_configs(config)):
         if each.chat_template_path:
             check_template_path(each.chat_template_path)
     if config.sample_prompts:
@@ -248,7 +255,7 @@ def starting_point(model: Any, adapter: str | None) -> tuple[Any, str | None]:
     """The model to start from and the adapter to resume.
 
     The model is a name or folder, or a model in memory; it is None where only the adapter's files on the hub name it. A
-    folder that is given as the model and holds an adapter is an adapter to resume.
+    folder that is named as the model and holds an adapter is an adapter to resume.
     """
     if isinstance(model, str | Path) and is_adapter(model):
         if adapter is not None:
@@ -299,7 +306,7 @@ def _check_adapter(adapter: str) -> None:
 
 
 def check_template_path(name: str) -> None:
-    """Refuse a `chat_template_path` that is no Jinja file, no folder with a tokenizer and no name on the hub."""
+    """Refuse a `chat_template_path` that is neither a Jinja file nor a tokenizer's folder nor a name on the hub."""
     path = Path(name).expanduser()
     known = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
     if path.is_dir() and not any((path / file).is_file() for file in known):
@@ -327,12 +334,12 @@ def refuse_encoder(name: str, stated: Mapping[str, Any]) -> None:
 
 
 def _stated(place: Path) -> dict[str, Any]:
-    """What a model's config.json states; nothing if it cannot be read, which is reported where the model is made."""
+    """What a model's config.json states; nothing if it cannot be read, which is reported where the model is read."""
     try:
-        found = json.loads((place if place.is_file() else place / "config.json").read_text(encoding="utf-8"))
+        stated = json.loads((place if place.is_file() else place / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return stated if isinstance(stated, dict) else {}
 
 
 def check_model_folder(name: str, option: str = "model_name_or_path", needs: str = "config.json") -> None:

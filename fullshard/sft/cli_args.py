@@ -14,8 +14,8 @@ from typing import Any, Literal
 from fullshard.config.configfile import SUFFIXES, read_file, sort_keys
 from fullshard.config.errors import ConfigError
 from fullshard.config.options import Option, names_of, nearest, options_of, parse_flags
-from fullshard.sft.needs import named_in, turn_on_lora, without_effect
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.unused_options import named_settings, notes_without_effect, turn_on_lora
 
 # --- the command line -----------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def parse(words: Sequence[str], command: str = "sft") -> Arguments:
     if note := turn_on_lora(values):
         notes.append(note)
     config = CommandConfig(**values)
-    return Arguments(config, notes + without_effect(config, named_in(values, CommandConfig)))
+    return Arguments(config, notes + notes_without_effect(config, named_settings(values, CommandConfig)))
 
 
 def read_yaml(path: str, notes: list[str]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def config_of(args: Any, **more: Any) -> tuple[SFTConfig, list[str]]:
         config = SFTConfig(**{**values, **more})
         config._given = None if isinstance(args, dict) else args
     named = {one.name for one in options_of(SFTConfig) if _is_set(config, one)}
-    return config, without_effect(config, named, script=True)
+    return config, notes_without_effect(config, named, script=True)
 
 
 def _from_training_arguments(args: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _from_training_arguments(args: Any) -> dict[str, Any]:
     if taken.get("torch_compile") is False:
         del taken["torch_compile"]  # their default, which leaves it open here
     if unknown:
-        plain = type(args)(output_dir=args.output_dir)  # what the class fills in by itself is no wish of the user's
+        plain = type(args)(output_dir=args.output_dir)  # what the class fills in was not set by the user
         for name in unknown:
             if getattr(args, name) != getattr(plain, name):
                 raise ConfigError(
@@ -124,6 +124,6 @@ def _owner(kind: type, name: str) -> str:
 
 
 def _is_set(config: SFTConfig, one: Option) -> bool:
-    """Whether the user has set an option; transformers fills in some by itself."""
+    """Whether the user has set an option; transformers fills in some."""
     filled_in = ("do_train", "do_eval", "do_predict", "local_rank")
     return one.name not in filled_in and getattr(config, one.name) != one.default

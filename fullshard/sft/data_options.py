@@ -140,8 +140,8 @@ class DataOptions:
 
     def check_data(self) -> None:
         """Raise if settings of the data contradict each other. Settings in `dataset_kwargs` become the run's own."""
-        given: Any = self.dataset_kwargs or {}
-        for name, value in given.items():
+        settings: Any = self.dataset_kwargs or {}
+        for name, value in settings.items():
             if name not in DATASET_KWARGS:
                 raise ConfigError(f"dataset_kwargs has {name!r}; expected {', '.join(DATASET_KWARGS)}.")
             setattr(self, name, as_bool(value))

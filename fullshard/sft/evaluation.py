@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,20 +24,20 @@ from fullshard.data.token_table import TokenTable
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.distributed.watchdog import collectives, watch
-from fullshard.sft.batches import ScriptLoader, checked_table, evaluation_loader
-from fullshard.sft.dataset_options import script_source
-from fullshard.sft.loop import Loop
+from fullshard.models.router_loss import has_router_loss
+from fullshard.sft.batches import EVALUATION, ScriptLoader, checked_table, trained_tokens
 from fullshard.sft.optimizer import ScriptSchedule
 from fullshard.sft.overrides import Calls
-from fullshard.sft.trainer_context import TrainerContext
-from fullshard.sft.training_step import TrainingStep, trained_tokens
+from fullshard.sft.run_data import script_source
+from fullshard.sft.trainer_context import ShardedRun, TrainerContext
 
 
 class Evaluation:
     """Evaluates and predicts, before, during and after training."""
 
-    def __init__(self, context: TrainerContext, calls: Calls, step: TrainingStep) -> None:
-        self._context, self._calls, self._step = context, calls, step
+    def __init__(self, context: TrainerContext, calls: Calls, loader: Callable[[TokenTable], Any]) -> None:
+        """`loader` makes this rank's batches of a table."""
+        self._context, self._calls, self._loader = context, calls, loader
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -48,35 +48,25 @@ class Evaluation:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """This rank's batches of a data set: the trainer's own, one of several by name, or other rows."""
-        return self._loader_of(self._evaluation_rows(eval_dataset, "eval_dataset"))
+        return self._loader(self._table(eval_dataset, "eval_dataset"))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The same for `predict`."""
-        return self._loader_of(self._evaluation_rows(test_dataset, "test_dataset"))
+        return self._loader(self._table(test_dataset, "test_dataset"))
 
-    def _evaluation_rows(self, given: Any, name: str) -> TokenTable:
-        own = self._context.parts.evaluation
-        if isinstance(given, str) and isinstance(own, dict) and given in own:
-            return own[given]
-        if given is None:
-            given = own
-        if given is None:
+    def _table(self, rows: Any, name: str) -> TokenTable:
+        """The tokens of rows that a script evaluates: the run's own, one of its sets by name, or other rows."""
+        context, own = self._context, self._context.parts.evaluation
+        if isinstance(rows, str) and isinstance(own, dict) and rows in own:
+            return own[rows]
+        rows = own if rows is None else rows
+        if rows is None:
             raise ConfigError(f"there is no {name} to evaluate on.")
-        if isinstance(given, TokenTable | PreparedRows):
-            return given.table if isinstance(given, PreparedRows) else given
-        source = script_source(given, name, self._context.args, self._context.formatting_func)
-        return checked_table(
-            self._context.args,
-            self._context.parts.model,
-            self._context.parts.tokenizer,
-            self._context.say,
-            "evaluation",
-            source,
-        )
-
-    def _loader_of(self, table: TokenTable) -> Any:
-        seen = self._step.batches_are_seen or self._context.compute_metrics is not None
-        return evaluation_loader(self._context.args, table, self._step.collator(seen), seen)
+        if isinstance(rows, TokenTable | PreparedRows):
+            return rows.table if isinstance(rows, PreparedRows) else rows
+        source = script_source(rows, name, context.args, context.formatting_func)
+        model, tokenizer = context.parts.model, context.parts.tokenizer
+        return checked_table(context.args, model, tokenizer, context.say, EVALUATION, source)
 
     def num_examples(self, dataloader: Any) -> int:
         """The number of rows behind a data loader."""
@@ -89,17 +79,19 @@ class Evaluation:
     ) -> dict[str, float]:
         """Metrics on the evaluation data, before, during or after training. All ranks must call it.
 
-        Several sets, given as a dict, are evaluated one after the other: the name of each is in its metrics' names.
+        Several sets, as a dict, are evaluated one after the other: the name of each is in its metrics' names.
         """
         sets = eval_dataset if eval_dataset is not None else self.dataset
         if isinstance(sets, dict):
-            found: dict[str, float] = {}
+            all_metrics: dict[str, float] = {}
             for name, rows in sets.items():
                 chosen = rows if eval_dataset is not None else name
                 prefix = f"{metric_key_prefix}_{name}"
-                found |= self._calls.evaluate(eval_dataset=chosen, ignore_keys=ignore_keys, metric_key_prefix=prefix)
-            return found
-        loop = self._ready()
+                all_metrics |= self._calls.evaluate(
+                    eval_dataset=chosen, ignore_keys=ignore_keys, metric_key_prefix=prefix
+                )
+            return all_metrics
+        run = self._ready()
         began = time.time()
         loader = self._calls.get_eval_dataloader(eval_dataset)
         loss_only = True if self._context.compute_metrics is None else None
@@ -108,19 +100,19 @@ class Evaluation:
         metrics |= self._speed(metric_key_prefix, began, output.num_samples)
         self._calls.log(metrics)
         self._context.events("on_evaluate", metrics=metrics)
-        loop.window.pause(time.time() - began)
+        run.state.window.pause(time.time() - began)
         return metrics
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Evaluate during training; a schedule that follows a metric gets it."""
-        metrics, schedule = self._calls.evaluate(ignore_keys=ignore_keys_for_eval), self._context.loop.state.schedule
+        metrics, schedule = self._calls.evaluate(ignore_keys=ignore_keys_for_eval), self._context.run.state.schedule
         if isinstance(schedule, ScriptSchedule) and schedule.follows_metric and not skip_scheduler:
             schedule.scheduler.step(metrics[self._context.args.best_metric])
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Compare with the best evaluation so far, and stop early if it is time. Returns whether this one is better."""
-        config, progress, events = self._context.args, self._context.loop.progress, self._context.events
+        config, progress, events = self._context.args, self._context.run.state.progress, self._context.events
         patience, name = config.early_stopping_patience, config.best_metric
         if name not in metrics:
             if config.metric_for_best_model is None and patience is None:
@@ -158,12 +150,12 @@ class Evaluation:
         self._context.events("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
-    def _ready(self) -> Loop:
-        """The training loop; outside training, the ranks find out about each other's callbacks first."""
-        loop = self._calls.prepare()
+    def _ready(self) -> ShardedRun:
+        """The sharded run; outside training, the ranks learn of each other's callbacks first."""
+        self._calls.prepare()
         if not self._context.is_in_train:
             self._context.events.meet()
-        return loop
+        return self._context.run
 
     def _speed(self, prefix: str, began: float, rows: int) -> dict[str, float]:
         from transformers.trainer_utils import speed_metrics
@@ -171,26 +163,22 @@ class Evaluation:
         steps = -(-rows // (self._context.args.per_device_eval_batch_size * runtime.global_device_count()))
         return speed_metrics(prefix, began, num_samples=rows, num_steps=steps)
 
-    def closing_metrics(self, loop: Loop, first: int) -> dict[str, float]:
-        """Speed and mean loss of the training that has ended, by transformers' names."""
+    def closing_metrics(self, first: int, total: int) -> dict[str, float]:
+        """Speed and mean loss of the training that has ended, by transformers' names: of the steps after `first`, in a
+        run of `total`."""
         from transformers.trainer_utils import speed_metrics
 
-        steps = loop.progress.step - first
-        samples = float(steps * loop.progress.batch)
-        if self._context.args.max_steps < 0:
-            samples = (
-                self._calls.num_examples(self._context.events.train_dataloader) * self._context.args.num_train_epochs
-            )
-            samples *= steps / loop.total
+        args, events, state = self._context.args, self._context.events, self._context.run.state
+        steps = state.progress.step - first
+        samples = float(steps * state.progress.batch)
+        if args.max_steps < 0:
+            samples = self._calls.num_examples(events.train_dataloader) * args.num_train_epochs * steps / total
         self._calls.store_flos()
         metrics: dict[str, float] = speed_metrics("train", self._context.began, num_samples=samples, num_steps=steps)
-        return (
-            metrics
-            | {"total_flos": self._context.events.state.total_flos, "train_loss": loop.progress.mean_loss}
-            | loop.last_measured
-        )
+        closing = {"total_flos": events.state.total_flos, "train_loss": state.progress.mean_loss}
+        return metrics | closing | state.logged
 
-    # --- one pass ---------------------------------------------------------------------------------------------------
+    # --- one pass over a data set -----------------------------------------------------------------------------------
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
@@ -199,28 +187,28 @@ class Evaluation:
         """One pass over a data loader, as transformers' `EvalLoopOutput`. All ranks must call it."""
         from transformers.trainer_utils import EvalLoopOutput
 
-        loop = self._context.loop
-        loss_only = self._context.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self._context.events.eval_dataloader = dataloader
-        loop.model.eval()
-        self._context.micro.take_measured()
-        found = _Pass()
+        context, run = self._context, self._context.run
+        loss_only = context.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        context.events.eval_dataloader = dataloader
+        run.state.model.eval()
+        context.micro.take_measured()
+        results = _Results()
         for batch, rows in _batches(dataloader):
             stands_in = rows == 0
-            with loop.steps.rows(batch):
+            with run.isolate_documents(batch):
                 loss, logits, labels = self._calls.prediction_step(
-                    loop.model, batch, loss_only, ignore_keys=ignore_keys
+                    run.state.model, batch, loss_only, ignore_keys=ignore_keys
                 )
-            found.add(batch, stands_in, loss)
+            results.add(batch, stands_in, loss)
             if not loss_only:
-                self._gather(found, _first(logits, rows), _first(labels, rows), stands_in)
+                self._gather(results, _first(logits, rows), _first(labels, rows), stands_in)
             runtime.sync()
-            self._context.events("on_prediction_step")
-        if self._context.is_in_train:
-            loop.model.train()
-        metrics = self._metrics_of(found, metric_key_prefix)
-        samples = len(dataloader.dataset) if hasattr(getattr(dataloader, "dataset", None), "__len__") else found.rows
-        return EvalLoopOutput(found.predictions, found.label_ids, metrics, samples)
+            context.events("on_prediction_step")
+        if context.is_in_train:
+            run.state.model.train()
+        metrics = self._metrics_of(results, metric_key_prefix)
+        samples = len(dataloader.dataset) if hasattr(getattr(dataloader, "dataset", None), "__len__") else results.rows
+        return EvalLoopOutput(results.predictions, results.label_ids, metrics, samples)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -239,7 +227,7 @@ class Evaluation:
         kept = tuple(value for key, value in outputs.items() if key not in (*ignored, "loss") and value is not None)
         return None if loss is None else loss.detach().mean(), kept[0] if len(kept) == 1 else kept, labels
 
-    def _gather(self, found: _Pass, logits: Any, labels: Any, stands_in: bool) -> None:
+    def _gather(self, results: _Results, logits: Any, labels: Any, stands_in: bool) -> None:
         """Add the predictions and labels of all ranks, in the order of the rows."""
         from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
@@ -249,36 +237,37 @@ class Evaluation:
         for part in exchange(mine, "predictions"):
             if part is not None:
                 for name, new in zip(("predictions", "label_ids"), part, strict=True):
-                    before = getattr(found, name)
+                    before = getattr(results, name)
                     joined = new if before is None or new is None else nested_concat(before, new, IGNORED)
-                    setattr(found, name, joined)
+                    setattr(results, name, joined)
 
-    def _metrics_of(self, found: _Pass, prefix: str) -> dict[str, Any]:
+    def _metrics_of(self, results: _Results, prefix: str) -> dict[str, Any]:
         """The metrics of a pass, over all ranks, each with the prefix."""
         from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
-        sums = torch.cat([found.sums.to(runtime.device()), self._context.micro.take_measured()])
+        sums = torch.cat([results.sums.to(runtime.device()), self._context.micro.take_measured()])
         if runtime.world_size() > 1:
             collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
         loss, weight, rows, correct, entropy, router_loss, tokens = sums.tolist()
-        found.rows = int(rows)
+        results.rows = int(rows)
         watch.raise_failure()
         metrics: dict[str, Any] = {}
-        if self._context.compute_metrics is not None and found.predictions is not None and found.label_ids is not None:
-            given = EvalPrediction(predictions=found.predictions, label_ids=found.label_ids)
-            metrics = denumpify_detensorize(self._context.compute_metrics(given))
+        compute, predictions, labels = self._context.compute_metrics, results.predictions, results.label_ids
+        if compute is not None and predictions is not None and labels is not None:
+            metrics = denumpify_detensorize(compute(EvalPrediction(predictions=predictions, label_ids=labels)))
         if weight:
             metrics["loss"] = loss / weight
         if tokens:
             metrics["mean_token_accuracy"] = correct / tokens
-            metrics |= {"entropy": entropy / tokens} if self._context.loop.head.entropy else {}
-            metrics |= {"aux_loss": router_loss / tokens} if self._context.loop.has_router_loss else {}
+            run = self._context.run
+            metrics |= {"entropy": entropy / tokens} if run.head.entropy else {}
+            metrics |= {"aux_loss": router_loss / tokens} if has_router_loss(run.state.model) else {}
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
 
 
 @dataclass
-class _Pass:
-    """What one pass over a data set has found on this rank; predictions are those of all ranks."""
+class _Results:
+    """The sums of one pass over a data set on this rank, and the predictions of all ranks."""
 
     sums: torch.Tensor
     """Loss × weight, weight, and rows. The weight of a batch is the number of its trained tokens."""
@@ -290,6 +279,7 @@ class _Pass:
         self.sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
 
     def add(self, batch: Batch, stands_in: bool, loss: Any) -> None:
+        """Add a batch's loss, and its rows."""
         if stands_in:
             return
         labels, rows = batch.get("labels"), len(next(iter(batch.values())))
@@ -304,7 +294,7 @@ def _batches(dataloader: Any) -> Iterator[tuple[Batch, int | None]]:
     """This rank's micro-batches, and the number of rows in each, without padding: 0 if one stands in for rows that this
     rank does not have, None for all."""
     loader = dataloader if hasattr(dataloader, "next_epoch") else ScriptLoader(dataloader, 1, "get_eval_dataloader")
-    for step in loader.one_pass():
+    for step in loader.one_epoch():
         for batch, rows in zip(step.batches, step.mine, strict=True):
             padded = engines.current().compiles_steps and isinstance(getattr(loader, "collate_fn", None), Collator)
             yield batch, len(rows) if padded or not rows else None

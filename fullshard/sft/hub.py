@@ -16,8 +16,8 @@ from fullshard.checkpoint.manifest import MANIFEST, published_steps, step_name
 from fullshard.config.errors import first_line
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import any_of
+from fullshard.sft.output_dir import CHECKPOINTS, output_path
 from fullshard.sft.results import ResultWriter
-from fullshard.sft.run_dir import CHECKPOINTS, place_of
 from fullshard.sft.sft_config import SFTConfig
 
 NEVER = (f"{CHECKPOINTS}/**", "runs/**", "wandb/**", "wandb.json", ".*", "*.part")
@@ -88,7 +88,7 @@ class Hub:
 
     @property
     def _place(self) -> Path:
-        return place_of(self.config)
+        return output_path(self.config)
 
     @property
     def _name(self) -> str:
@@ -128,10 +128,9 @@ class Hub:
         if self.config.hub_revision is not None:
             api.create_branch(self._repository, branch=self.config.hub_revision, exist_ok=True)
         if self.config.hub_strategy == "all_checkpoints" and (steps := self._steps):
-            there = set(
-                api.list_repo_files(self._repository, revision=self.config.hub_revision)
-            )  # a resumed run uploads what is missing
-            self._sent |= {step for step in steps if f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}" in there}
+            # A resumed run uploads what is missing.
+            uploaded = set(api.list_repo_files(self._repository, revision=self.config.hub_revision))
+            self._sent |= {step for step in steps if f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}" in uploaded}
 
     @property
     def _steps(self) -> list[int]:

@@ -6,10 +6,12 @@ events are transformers'. What a step is, is in `optimizer_step.py`; what a chec
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.manager import CheckpointManager
@@ -23,23 +25,52 @@ from fullshard.report.reporter import Reporter, Window, memory_gib
 from fullshard.sft.batches import Steps, describe_data
 from fullshard.sft.callbacks import Callbacks
 from fullshard.sft.optimizer_step import OptimizerSteps
-from fullshard.sft.run_progress import Progress
 from fullshard.sft.sft_config import SFTConfig
-from fullshard.sft.training_state import TrainingState
+from fullshard.sft.training_state import Progress, TrainingState
 
 
 @dataclass(frozen=True)
 class LoopFunctions:
     """What the loop has others do; a script may replace most of it (see `overrides.py`)."""
 
-    counted: Callable[[Step], Step]
+    count_tokens: Callable[[Step], Step]
     """A step with the number of its trained tokens, over all ranks."""
     evaluate: Callable[[], dict[str, float]]
     is_best: Callable[[dict[str, float]], bool]
     """Compare an evaluation with the best so far; stops early if it is time."""
     save_checkpoint: Callable[[Any], None]
-    """Save a checkpoint of the model, by way of `Loop.save_checkpoint`."""
+    """Save a checkpoint of the model and of everything else that the run resumes from."""
     log: Callable[[dict[str, float]], None]
+
+
+class DataSteps:
+    """The steps of the training data, from the run's progress on."""
+
+    def __init__(self, loader: Steps, progress: Progress, total: int) -> None:
+        self._loader, self._progress, self._total = loader, progress, total
+        self._steps = self._from_progress()
+
+    def __iter__(self) -> Iterator[Step]:
+        while (step := next(self._steps, None)) is not None:
+            yield step
+
+    def skip_epoch(self, step: Step, taken: bool) -> None:
+        """Leave out the rest of a step's epoch. `taken` is whether the step itself was trained on."""
+        self._steps.close()
+        self._progress.position, left = self._loader.next_epoch(step.pick)
+        self._progress.passed_over += left + (not taken)
+        self._steps = self._from_progress()
+
+    def close(self) -> None:
+        """Stop preparing batches."""
+        self._steps.close()
+
+    def _from_progress(self) -> Generator[Step, None, None]:
+        progress, length = self._progress, self._loader.steps_per_epoch
+        end = self._total + progress.passed_over
+        if length is not None:  # an epoch that a callback ends early makes the run shorter
+            end = min(end, math.ceil(self._total / length) * length)
+        return self._loader.steps(progress.step + progress.passed_over, end, progress.position)
 
 
 class Loop:
@@ -56,37 +87,42 @@ class Loop:
         """Whether the model is evaluated before the first step."""
         self.model, self.optimizer, self.activations = state.model, state.optimizer, state.activations
         self.total = reporter.total
-        self.checkpoints: CheckpointManager | None = None
         self.streamed: dict[str, Any] | None = None
         """The counts of a stream so far."""
-        self.logged_steps = 0
-        """The number of steps that the last logged loss is the mean of."""
-        self.last_measured: dict[str, float] = {}
-        """What TRL logs besides the loss, as logged last."""
-        self.has_router_loss = has_router_loss(state.model)
+        self._checkpoints: CheckpointManager | None = None
         self._logged = 0
+        """The step of the last log line."""
+        self._has_router_loss = has_router_loss(state.model)
         self._counts_tokens = config.include_num_input_tokens_seen != "no"
-
-    @property
-    def progress(self) -> Progress:
-        """How far the run has come."""
-        return self.state.progress
-
-    @property
-    def window(self) -> Window:
-        """The metrics of the steps since the last log line."""
-        return self.state.window
-
-    @property
-    def guard(self) -> engines.UpdateGuard | None:
-        """What skips updates on the device; None where the host decides."""
-        return self.steps.guard
-
-    # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self, checkpoints: CheckpointManager) -> None:
         """Train until the last step, or until a callback, early stopping or a signal ends the run."""
-        self.checkpoints, progress = checkpoints, self.progress
+        assert self.loader is not None
+        self._begin(checkpoints)
+        new_epoch = True
+        with contextlib.closing(DataSteps(self.loader, self.progress, self.total)) as data:
+            for step in data:
+                if new_epoch:
+                    self.notify("on_epoch_begin")
+                step = self.functions.count_tokens(step)
+                taken, self.streamed = self.activations.run(self.steps.take, step), step.pick.facts
+                if taken:
+                    self._end_step(step)
+                    self._log_evaluate_save(taken)
+                new_epoch = step.pick.ends_epoch or self._ends_epoch_early
+                if new_epoch:
+                    self.steps.read_values()
+                    self.notify("on_epoch_end")
+                    self._log_evaluate_save(taken)
+                self._exit_if_preempted(checkpoints)
+                if self.notify.control.should_training_stop:
+                    break
+                if new_epoch and not step.pick.ends_epoch:
+                    data.skip_epoch(step, taken)
+        self._finish(checkpoints)
+
+    def _begin(self, checkpoints: CheckpointManager) -> None:
+        self._checkpoints, progress = checkpoints, self.progress
         checkpoints.listen()
         self.reporter.start(progress.step)
         self.reporter.history[:] = exchange(self.reporter.history, "metrics so far")[0]
@@ -96,52 +132,28 @@ class Loop:
             self.functions.evaluate()
         self.model.train()
         self.window.began = time.monotonic()
-        self._run_epochs(checkpoints)
+
+    def _finish(self, checkpoints: CheckpointManager) -> None:
+        if self.streamed is not None:
+            self.reporter.say(describe_data("streamed", self.streamed, self.config))
         self.steps.read_values()
-        if self.config.save_strategy not in ("no", "best") and self.state.saved_step != progress.step:
+        if self.config.save_strategy not in ("no", "best") and self.state.saved_step != self.progress.step:
             self._save()
         checkpoints.join()
 
-    def _run_epochs(self, checkpoints: CheckpointManager) -> None:
-        assert self.loader is not None
-        loader, progress, begins = self.loader, self.progress, True
-        steps = loader.steps(progress.step + progress.passed_over, self._end, progress.position)
-        try:
-            while (step := next(steps, None)) is not None:
-                if begins:
-                    self.notify("on_epoch_begin")
-                step = self.functions.counted(step)
-                taken, self.streamed = self.activations.run(self.steps.take, step), step.pick.facts
-                if taken:
-                    self._end_step(step)
-                    self._log_evaluate_save(taken)
-                control = self.notify.control
-                begins = step.pick.ends_epoch or control.should_epoch_stop or control.should_training_stop
-                if begins:
-                    self.steps.read_values()
-                    self.notify("on_epoch_end")
-                    self._log_evaluate_save(taken)
-                if checkpoints.reached_preemption(progress.step):
-                    self.reporter.close()
-                    checkpoints.exit_if_preempted(progress.step, self.snapshot())
-                if self.notify.control.should_training_stop:
-                    break
-                if begins and not step.pick.ends_epoch:
-                    steps.close()
-                    progress.position, left = loader.next_epoch(step.pick)
-                    progress.passed_over += left + (not taken)
-                    steps = loader.steps(progress.step + progress.passed_over, self._end, progress.position)
-        finally:
-            steps.close()
-        if self.streamed is not None:
-            self.reporter.say(describe_data("streamed", self.streamed, self.config))
-
     @property
-    def _end(self) -> int:
-        """The last step of the data, exclusive: an epoch that a callback ends early makes the run shorter."""
-        assert self.loader is not None
-        end, length = self.total + self.progress.passed_over, self.loader.steps_per_epoch
-        return end if length is None else min(end, math.ceil(self.total / length) * length)
+    def _ends_epoch_early(self) -> bool:
+        """Whether a callback has ended the epoch, or the run."""
+        control = self.notify.control
+        return bool(control.should_epoch_stop or control.should_training_stop)
+
+    def _exit_if_preempted(self, checkpoints: CheckpointManager) -> None:
+        """After a signal: save a checkpoint and leave the process."""
+        if checkpoints.reached_preemption(self.progress.step):
+            self.reporter.close()
+            checkpoints.exit_if_preempted(self.progress.step, self.snapshot())
+
+    # --- the end of a step ------------------------------------------------------------------------------------------
 
     def _end_step(self, step: Step) -> None:
         """Show a step, and call the callbacks of its end."""
@@ -159,8 +171,6 @@ class Loop:
             self.reporter.say(describe_data("streamed", pick.facts, self.config))
         self.notify("on_step_end")
 
-    # --- log, evaluate, save ----------------------------------------------------------------------------------------
-
     def _log_evaluate_save(self, taken: bool) -> None:
         """Do what the settings or a callback ask for; `taken` is whether the last step was."""
         control = self.notify.control
@@ -176,10 +186,10 @@ class Loop:
             self._save()
 
     def _log(self) -> None:
-        last, window, tokens, skipped = self.steps.last, self.window, self.progress.tokens, self.progress.skipped
+        last, state, tokens, skipped = self.steps.last, self.state, self.progress.tokens, self.progress.skipped
         assert last is not None
-        means, self.logged_steps = window.means(), window.steps
-        names = {"mean_token_accuracy": True, "entropy": self.head.entropy, "aux_loss": self.has_router_loss}
+        means, state.logged_steps = state.window.means(), state.window.steps
+        names = {"mean_token_accuracy": True, "entropy": self.head.entropy, "aux_loss": self._has_router_loss}
         measured = {name: means[name] for name, shown in names.items() if shown and not math.isnan(means[name])}
         values = {
             "loss": means["loss"],
@@ -188,24 +198,35 @@ class Loop:
             **measured,
             "num_tokens": tokens,
             **({"num_input_tokens_seen": tokens} if self._counts_tokens else {}),
-            "tokens_per_second": window.tokens_per_second,
+            "tokens_per_second": state.window.tokens_per_second,
             "memory_gib": memory_gib(),
-            **({"skipped_steps": skipped} if skipped or self.state.scaler.is_enabled() else {}),
+            **({"skipped_steps": skipped} if skipped or state.scaler.is_enabled() else {}),
         }
-        self.state.window, self._logged = Window(), self.progress.step
-        self.last_measured = {**measured, "num_tokens": tokens}
+        state.window, self._logged = Window(), self.progress.step
+        state.logged = {**measured, "num_tokens": tokens}
         self.functions.log(values)
 
     def _save(self) -> None:
         self.functions.save_checkpoint(self.model)
         self.state.saved_step = self.progress.step
-        self.notify("on_save", checkpoints=self.checkpoints)
+        self.notify("on_save", checkpoints=self._checkpoints)
 
-    def save_checkpoint(self) -> None:
-        """Save a checkpoint of this step."""
-        assert self.checkpoints is not None
-        save = self.checkpoints.save_async if self.config.async_save else self.checkpoints.save
-        save(self.progress.step, self.snapshot(), force=True)
+    # --- the state of the training ----------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self.state.progress
+
+    @property
+    def window(self) -> Window:
+        """The metrics of the steps since the last log line."""
+        return self.state.window
+
+    @property
+    def guard(self) -> engines.UpdateGuard | None:
+        """What skips updates on the device; None where the host decides."""
+        return self.steps.guard
 
     def snapshot(self) -> dict[str, Any]:
         """The objects and values that a checkpoint holds. All ranks must call it."""
@@ -216,6 +237,11 @@ class Loop:
         """Resume from the newest checkpoint that is whole."""
         self.steps.read_values()
         self.state.restore(checkpoints)
+
+    def load(self, folder: Path) -> None:
+        """Resume from a checkpoint's folder, or from the newest checkpoint in a run's folder."""
+        self.steps.read_values()
+        self.state.load(folder)
 
     def begin_again(self) -> None:
         """Start at the first step, with the model and the optimizer as they are."""

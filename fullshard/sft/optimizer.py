@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fullshard.config.errors import ConfigError
 from fullshard.distributed import engines, runtime
+from fullshard.distributed.ranks import require_equal
 from fullshard.optim import check_sharded_updates as optimizer_trial
 from fullshard.optim.bnb import is_bnb
 from fullshard.optim.lion import Lion
@@ -20,6 +21,7 @@ from fullshard.optim.lr_schedule import factor
 from fullshard.optim.muon import MuonWithAdamW, embeddings_of, is_hidden_matrix, tables_of
 from fullshard.optim.names import SERVED
 from fullshard.optim.sharded import refuse_unable
+from fullshard.parallel.prepare import rebind, step_facts
 from fullshard.sft.sft_config import SFTConfig
 
 
@@ -63,26 +65,29 @@ class ScriptSchedule(Schedule):
         self.follows_metric = isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
 
     def set(self, step: int) -> float:
+        """The learning rate as the scheduler has set it."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def advance(self, step: int) -> None:
+        """Take a step of the scheduler, unless it follows a metric."""
         if not self.follows_metric:
             self.scheduler.step()
 
     def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: the scheduler's state."""
         return {"lr_scheduler": self.scheduler}
 
 
-def schedule_of(given: Any) -> Schedule:
-    """The schedule of a run: ours, or a scheduler of torch that a script has made."""
-    if isinstance(given, Schedule):
-        return given
-    if not isinstance(given, LRScheduler):
+def schedule_of(scheduler: Any) -> Schedule:
+    """The schedule of a run: ours, or a script's own scheduler of torch."""
+    if isinstance(scheduler, Schedule):
+        return scheduler
+    if not isinstance(scheduler, LRScheduler):
         raise ConfigError(
-            f"the scheduler is a {type(given).__name__}; expected one of torch.optim.lr_scheduler, such as "
+            f"the scheduler is a {type(scheduler).__name__}; expected one of torch.optim.lr_scheduler, such as "
             f"transformers' get_scheduler makes."
         )
-    return ScriptSchedule(given)
+    return ScriptSchedule(scheduler)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: SFTConfig, total: int) -> Schedule:
@@ -99,12 +104,12 @@ def make_optimizer(
         return _muon(model, config, decayed)
     kind, options = class_and_options(config)
     if not options.get("fused"):
-        return _made(model, config, kind, options, decayed)
+        return _optimizer(model, config, kind, options, decayed)
     try:
-        return _made(model, config, kind, options, decayed)
+        return _optimizer(model, config, kind, options, decayed)
     except RuntimeError as error:
         runtime.warn_once("fused", f"no fused AdamW for these parameters ({error}); the plain one is used")
-        return _made(model, config, kind, {**options, "fused": None}, decayed)
+        return _optimizer(model, config, kind, {**options, "fused": None}, decayed)
 
 
 def class_and_options(config: SFTConfig) -> tuple[Any, dict[str, Any]]:
@@ -143,7 +148,15 @@ def _bitsandbytes(optim: str, options: dict[str, Any], adam: dict[str, Any]) -> 
     return (bnb.Lion, options | {"betas": adam["betas"]}) if "lion" in optim else (bnb.AdamW, options | adam)
 
 
-def check_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def sharded_optimizer(optimizer: Any, scheduler: Any) -> tuple[torch.optim.Optimizer, Schedule]:
+    """The optimizer for the sharded parameters, and its schedule; an error if those of the ranks differ. All ranks must
+    call it."""
+    checked, schedule = check_optimizer(rebind(optimizer)), schedule_of(scheduler)
+    require_equal(step_facts(optimizer, scheduler), "optimizer and schedule")
+    return checked, schedule
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Refuse an optimizer that the training loop cannot step; returns it."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -155,7 +168,7 @@ def check_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def make_from_class(
+def optimizer_from_class(
     model: nn.Module, kind: Any, options: dict[str, Any], weight_decay: float, decayed: Collection[str] | None = None
 ) -> torch.optim.Optimizer:
     """The user's optimizer class with its options, as with the `optimizer_cls_and_kwargs` of transformers' `Trainer`,
@@ -167,10 +180,10 @@ def make_from_class(
             f"its options."
         )
     optimizer_trial.try_on_shards(kind, options, model)
-    made = kind(_groups(_trained(model), decayed, weight_decay), **options)
-    if is_bnb(made) and options.get("optim_bits") == 8:
-        _keep_embeddings_wide(made, model)
-    return made
+    optimizer = kind(_groups(_trained(model), decayed, weight_decay), **options)
+    if is_bnb(optimizer) and options.get("optim_bits") == 8:
+        _keep_embeddings_wide(optimizer, model)
+    return optimizer
 
 
 def _groups(
@@ -184,16 +197,16 @@ def _groups(
     return [group for group in groups if group["params"]]
 
 
-def _made(
+def _optimizer(
     model: nn.Module, config: SFTConfig, kind: Any, options: dict[str, Any], decayed: Collection[str] | None
 ) -> torch.optim.Optimizer:
     if config.loraplus_lr_ratio is not None:
-        made = _loraplus(model, config, kind, options)
+        optimizer = _loraplus(model, config, kind, options)
     else:
-        made = kind(_groups(_trained(model), decayed, config.weight_decay), **options)
+        optimizer = kind(_groups(_trained(model), decayed, config.weight_decay), **options)
     if options.get("optim_bits") == 8:
-        _keep_embeddings_wide(made, model)
-    return made
+        _keep_embeddings_wide(optimizer, model)
+    return optimizer
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -234,9 +247,9 @@ def _loraplus(model: Any, config: SFTConfig, kind: Any, options: dict[str, Any])
 
     if not any("lora_B" in name for name, p in model.named_parameters() if p.requires_grad):
         raise ConfigError("loraplus_lr_ratio is set, but no LoRA matrix is trainable; turn LoRA on with use_peft_lora.")
-    made = create_loraplus_optimizer(
+    optimizer = create_loraplus_optimizer(
         model, kind, loraplus_lr_ratio=config.loraplus_lr_ratio or 1.0, loraplus_weight_decay=config.weight_decay,
         loraplus_lr_embedding=config.loraplus_lr_embedding, **options,
     )  # fmt: skip
-    made.param_groups[:] = [group for group in made.param_groups if group["params"]]
-    return made
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer

@@ -4,8 +4,12 @@ The loss of a step is the mean of the model's own loss over all trained tokens o
 number of these tokens before the step. The engine averages gradients over the ranks, so each micro-batch's loss ×
 tokens is scaled by ranks / tokens of the step. What a model adds (a router's auxiliary loss) is weighted the same way.
 
-The host issues a step while the device computes the one before, and reads the values of each step one step later
-(`launched_step.py`), or earlier where they are needed: to log, evaluate or save.
+The host issues a step while the device computes the one before, and reads the values of each step one step later, or
+earlier where they are needed: to log, evaluate or save. It must not wait for a loss to decide whether to update, so the
+device decides (`engines.UpdateGuard`): a step without a finite loss and gradient changes nothing, and neither do the
+steps after it, until the host has read its values and stopped the run. The same holds for a step whose collectives were
+aborted because a rank is lost. Optimizers that cannot skip an update on the device are stepped once the host has read
+the values.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import functools
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,22 +29,24 @@ import torch.distributed as dist
 from fullshard.config.errors import TrainingError
 from fullshard.data.loader import Batch, Step
 from fullshard.distributed import engines, runtime
+from fullshard.distributed.ranks import exchange
 from fullshard.distributed.watchdog import collectives, watch
 from fullshard.models.attention_masks import known_rows
 from fullshard.models.packed_inputs import Packed
 from fullshard.sft.callbacks import Callbacks
-from fullshard.sft.launched_step import LaunchedStep
-from fullshard.sft.micro_batch import MicroBatch
-from fullshard.sft.run_progress import StepResult
 from fullshard.sft.sft_config import SFTConfig
-from fullshard.sft.training_state import TrainingState
+from fullshard.sft.training_state import MicroBatch, TrainingState
+from fullshard.spmd.tensor import is_sharded
+
+ROWS_NAMED = 16
+"""The most rows that an error names."""
 
 
 @dataclass(frozen=True)
 class StepFunctions:
     """What a step calls that a script may replace; see `overrides.py`."""
 
-    items: Callable[[Step], Any]
+    num_items: Callable[[Step], Any]
     """The number of trained tokens of a step, as `training_step` gets it."""
     training_step: Callable[..., Any]
     """Forward and backward over a micro-batch; its loss."""
@@ -48,6 +54,64 @@ class StepFunctions:
     clip_grad_norm: Callable[[Any], Any]
     add_flos: Callable[[float], None]
     """Count the operations of a step."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The metrics of one step, equal on every rank."""
+
+    loss: float
+    accuracy: float
+    entropy: float
+    router_loss: float
+    flos: float
+    grad_norm: float
+
+
+class IssuedStep:
+    """An optimizer step that was issued to the device, whose values the host reads later."""
+
+    def __init__(
+        self, step: Step, place: dict[str, Any], losses: Sequence[torch.Tensor], sums: torch.Tensor, norm: Any
+    ) -> None:
+        self.step, self.place, self.losses = step, place, losses
+        """The step, the place in the run before it, and this rank's loss of each micro-batch."""
+        self.values = torch.cat([sums, _on_device(norm)])
+        """Loss, correct predictions, entropy, router's loss × tokens, tokens, floating-point operations (sums over all
+        ranks), and the norm of the gradients."""
+        self._copy = engines.current().devices.host_copy(self.values)
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Its metrics; waits until the device has computed them."""
+        if self._result is None:
+            loss, correct, entropy, router_loss, tokens, flos, norm = self._copy.read()
+            watch.raise_failure()  # the host has waited for the device: what it read is valid only if no rank is lost
+            tokens = tokens or math.nan
+            self._result = StepResult(
+                loss / runtime.world_size(), correct / tokens, entropy / tokens, router_loss / tokens, flos, norm
+            )
+        return self._result
+
+    def describe_nonfinite(self) -> str:
+        """Which of its values is not finite, and the rows that it came from. All ranks must call it."""
+        result = self.result()
+        each = zip(self.step.mine, self.losses, strict=True)
+        mine = [row for rows, loss in each if not math.isfinite(float(loss)) for row in rows]
+        rows = sorted(row for rank in exchange(mine, "rows without a finite loss") for row in rank)
+        shown = ", ".join(map(str, rows[:ROWS_NAMED])) + (", …" if len(rows) > ROWS_NAMED else "")
+        where = f"; it came from rows {shown} of the training data" if rows else ""
+        if math.isfinite(result.loss):
+            return f"the gradient's norm is {result.grad_norm}{where}"
+        return f"the loss is {result.loss}{where}"
+
+
+def _on_device(value: Any) -> torch.Tensor:
+    """A number as a vector on the device, without waiting for the device."""
+    if not isinstance(value, torch.Tensor):
+        return torch.full((1,), float(value), dtype=torch.float64, device=runtime.device())
+    whole = value.full_tensor() if is_sharded(value) else value
+    return whole.detach().to(runtime.device(), torch.float64).reshape(1)
 
 
 class OptimizerSteps:
@@ -60,7 +124,8 @@ class OptimizerSteps:
         self.config, self.state, self.micro, self.packed = config, state, micro, packed
         self.functions, self.notify = functions, notify
         self._close_report = close_report
-        self._unread: deque[LaunchedStep] = deque()  # issued and counted, but their values have not been read
+        self._pending: deque[IssuedStep] = deque()
+        """Steps that were issued and counted, whose values were not read yet."""
         self.last: StepResult | None = None
         """The metrics of the step that was read last."""
         self.rate = 0.0
@@ -73,7 +138,7 @@ class OptimizerSteps:
         watch.begin_step(progress.step + 1)
         self.rate = self.state.schedule.set(progress.step - progress.skipped)  # a skipped step is no update
         self._seed(progress.step)
-        batches, items = step.batches, self.functions.items(step)
+        batches, items = step.batches, self.functions.num_items(step)
         self.micro.take_measured()
         if scaler.is_enabled():
             scaler.scale(torch.zeros(1, device=runtime.device()))  # it has a scale before the first step too
@@ -93,31 +158,31 @@ class OptimizerSteps:
         sums = self._sums(losses, flos)
         scaler.unscale_(optimizer)
         norm = self.functions.clip_grad_norm(self.state.model)
-        launched = LaunchedStep(step, progress.place(), losses, sums, norm)
-        updated = self._update(launched)
+        issued = IssuedStep(step, progress.place(), losses, sums, norm)
+        updated = self._update(issued)
         optimizer.zero_grad(set_to_none=True)
         runtime.sync()
         if updated:
             self.state.schedule.advance(progress.step + 1 - progress.skipped)
-        self._count(launched, updated)
+        self._count(issued, updated)
         return True
 
-    def rows(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
-        """Inside, packed documents are isolated in passes over this batch, recomputed ones included."""
+    def isolate_documents(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Inside, packed documents are isolated in forward passes over this batch, recomputed ones included."""
         return self.packed.rows(batch) if self.packed is not None else known_rows(batch.get("position_ids"))
 
     def read_values(self, but: float = 0) -> None:
         """Read and add up the values of the steps issued so far, but the last ones. Stops the run at a step that has
         changed nothing because its loss or gradient is not finite."""
-        while len(self._unread) > but:
-            launched = self._unread[0]
-            result = launched.result()
+        while len(self._pending) > but:
+            issued = self._pending[0]
+            result = issued.result()
             if self.guard is not None and not math.isfinite(result.loss + result.grad_norm):
-                self._handle_nonfinite(launched)
-            self._unread.popleft()
+                self._handle_nonfinite(issued)
+            self._pending.popleft()
             self.functions.add_flos(result.flos)
             self.state.progress.add_loss(result.loss)
-            tokens = launched.step.pick.tokens
+            tokens = issued.step.pick.tokens
             self.state.window.add(result.loss, result.accuracy, result.entropy, tokens, result.router_loss)
             self.last = result
 
@@ -137,7 +202,7 @@ class OptimizerSteps:
         """Forward and backward over one micro-batch; its loss, detached."""
         self.micro.stands_in, model = stands_in, self.state.model
         accumulates = more and not self.config.sync_each_batch
-        with model.no_sync() if accumulates else contextlib.nullcontext(), self.rows(batch):
+        with model.no_sync() if accumulates else contextlib.nullcontext(), self.isolate_documents(batch):
             loss = self.functions.training_step(model, batch, num_items_in_batch=items)
         loss = torch.as_tensor(loss, device=runtime.device()).detach().double()
         return torch.zeros_like(loss) if stands_in else loss
@@ -150,17 +215,17 @@ class OptimizerSteps:
             collectives.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
         return sums
 
-    def _update(self, launched: LaunchedStep) -> bool:
+    def _update(self, issued: IssuedStep) -> bool:
         """Take the optimizer's step. Returns whether weights were changed, as far as the host decides it."""
         if self.guard is not None:
             self.notify("on_pre_optimizer_step")
-            self.guard.step(launched.values)
+            self.guard.step(issued.values)
             self.notify("on_optimizer_step")
             return True
-        result, scaler = launched.result(), self.state.scaler
+        result, scaler = issued.result(), self.state.scaler
         usable = math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or scaler.is_enabled())
         if not usable:
-            self._handle_nonfinite(launched)
+            self._handle_nonfinite(issued)
         else:
             self.notify("on_pre_optimizer_step")
             scaler.step(self.state.optimizer)
@@ -169,23 +234,23 @@ class OptimizerSteps:
         # Where gradients overflow in fp16 the scaler skips the step and lowers its scale.
         return usable and scaler.get_scale() >= self.micro.scale
 
-    def _count(self, launched: LaunchedStep, updated: bool) -> None:
+    def _count(self, issued: IssuedStep, updated: bool) -> None:
         """Count a step whose update was issued, or skipped."""
-        progress, pick = self.state.progress, launched.step.pick
+        progress, pick = self.state.progress, issued.step.pick
         progress.step, progress.tokens = progress.step + 1, progress.tokens + pick.tokens
         progress.epoch, progress.position = pick.epoch, pick.position
         progress.skipped += not updated
-        self._unread.append(launched)
+        self._pending.append(issued)
         self.read_values(but=math.inf if engines.current().compiles_steps else 1)
 
-    def _handle_nonfinite(self, launched: LaunchedStep) -> None:
+    def _handle_nonfinite(self, issued: IssuedStep) -> None:
         """Stop the run at a step whose loss or gradient is not finite, unless `on_nonfinite_loss` is skip."""
-        number, what = launched.place["step"] + 1, launched.why_unusable()
+        number, what = issued.place["step"] + 1, issued.describe_nonfinite()
         if self.config.on_nonfinite_loss == "stop":
             # Back to its place: the steps issued since have changed nothing either.
             progress = self.state.progress
-            self._unread.clear()
-            progress.go_back(launched.place)
+            self._pending.clear()
+            progress.go_back(issued.place)
             self.notify.state.global_step, self.notify.state.epoch = progress.step, progress.epoch
             if self.guard is not None:
                 self.guard.reset()

@@ -2,7 +2,7 @@
 
 Each row names the part of the trainer that implements a method. From the table the trainer's class gets its methods
 (`with_methods`), and parts and loop get them as plain functions (`Calls`), a script's override where there is one. A
-method that this engine does not call is refused when the class is made, with what to do instead: passed over, it would
+method that this engine does not call is refused when the class is defined, with what to do instead: ignored, it would
 change a run in silence. Reading such a name on a trainer gives the same advice.
 """
 
@@ -29,133 +29,86 @@ class Method:
     """Whether it gets batches: where such a method is overridden, batches are as transformers' are."""
 
 
+def _methods(part: str, names: str, *, called: bool = True, sees_batches: bool = False) -> dict[str, Method]:
+    return dict.fromkeys(names.split(), Method(part, called, sees_batches))
+
+
 METHODS = {
-    "__init__": Method("trainer"),
-    "train": Method("trainer"),
-    "prepare": Method("trainer", called=False),
-    "call_model_init": Method("trainer"),
-    "_tag_names": Method("trainer"),
-    "loss_is_scaled_for_ga": Method("trainer"),
-    # batches
-    "get_train_dataloader": Method("step", sees_batches=True),
-    "get_batch_samples": Method("step", sees_batches=True),
-    "_get_num_items_in_batch": Method("step", sees_batches=True),
-    "_prepare_inputs": Method("step", sees_batches=True),
-    "_prepare_input": Method("step", sees_batches=True),
-    # loss and gradients
-    "training_step": Method("step", sees_batches=True),
-    "compute_loss": Method("step", sees_batches=True),
-    "compute_loss_context_manager": Method("step"),
-    "autocast_smart_context_manager": Method("step"),
-    "_clip_grad_norm": Method("step"),
-    "floating_point_ops": Method("step", sees_batches=True),
-    "store_flos": Method("step"),
-    "log": Method("step"),
-    # optimizer and schedule
-    "create_optimizer_and_scheduler": Method("optimizers"),
-    "create_optimizer": Method("optimizers"),
-    "create_scheduler": Method("optimizers"),
-    "get_decay_parameter_names": Method("optimizers"),
-    "get_learning_rates": Method("optimizers", called=False),
-    "get_optimizer_group": Method("optimizers", called=False),
-    # evaluation
-    "get_eval_dataloader": Method("evaluation", sees_batches=True),
-    "get_test_dataloader": Method("evaluation", sees_batches=True),
-    "evaluate": Method("evaluation"),
-    "predict": Method("evaluation"),
-    "evaluation_loop": Method("evaluation", sees_batches=True),
-    "prediction_step": Method("evaluation", sees_batches=True),
-    "num_examples": Method("evaluation", called=False),
-    "_evaluate": Method("evaluation"),
-    "_determine_best_metric": Method("evaluation"),
-    # saving
-    "save_model": Method("saver"),
-    "create_model_card": Method("saver"),
-    "push_to_hub": Method("saver", called=False),
-    "_save": Method("saver"),
-    "_save_checkpoint": Method("saver"),
-    "_load_best_model": Method("saver"),
-    # for scripts
-    "add_callback": Method("script", called=False),
-    "pop_callback": Method("script", called=False),
-    "remove_callback": Method("script", called=False),
-    "end": Method("script", called=False),
-    "get_num_trainable_parameters": Method("script", called=False),
-    "hyperparameter_search": Method("script", called=False),
-    "is_local_process_zero": Method("script", called=False),
-    "is_world_process_zero": Method("script", called=False),
-    "log_metrics": Method("script", called=False),
-    "metrics_format": Method("script", called=False),
-    "save_metrics": Method("script", called=False),
-    "save_state": Method("script", called=False),
+    **_methods("trainer", "__init__ train call_model_init _tag_names loss_is_scaled_for_ga"),
+    **_methods("trainer", "prepare", called=False),
+    **_methods(
+        "step",
+        "get_train_dataloader get_batch_samples _get_num_items_in_batch _prepare_inputs _prepare_input "
+        "training_step compute_loss floating_point_ops",
+        sees_batches=True,
+    ),
+    **_methods("step", "compute_loss_context_manager autocast_smart_context_manager _clip_grad_norm store_flos log"),
+    **_methods(
+        "optimizers",
+        "create_optimizer_and_scheduler create_optimizer create_scheduler get_decay_parameter_names",
+    ),
+    **_methods("optimizers", "get_learning_rates get_optimizer_group", called=False),
+    **_methods(
+        "evaluation",
+        "get_eval_dataloader get_test_dataloader evaluation_loop prediction_step",
+        sees_batches=True,
+    ),
+    **_methods("evaluation", "evaluate predict _evaluate _determine_best_metric"),
+    **_methods("evaluation", "num_examples", called=False),
+    **_methods("saver", "save_model create_model_card _save _save_checkpoint _load_best_model"),
+    **_methods("saver", "push_to_hub", called=False),
+    **_methods(
+        "script",
+        "add_callback pop_callback remove_callback end get_num_trainable_parameters hyperparameter_search "
+        "is_local_process_zero is_world_process_zero log_metrics metrics_format save_metrics save_state",
+        called=False,
+    ),
 }
 """The methods of transformers' and TRL's trainers that this trainer has."""
 
-_LOADER = "override get_train_dataloader or get_eval_dataloader"
-_DATA = "prepare the rows yourself: give rows with input_ids and labels"
-_CHECKPOINT = "override _save_checkpoint, or save beside it in a callback's on_save"
-_RESUME = "fullshard resumes model, optimizer and data together; use a callback with a state (ExportableState)"
-_LOOP = "override training_step, evaluate or log, or use callbacks: they have every event of transformers"
-_ENGINE = "choose how the model is sharded with fsdp and fsdp_config, or the launcher's options"
-_HUB = "use push_to_hub, hub_model_id and hub_strategy"
-_SEARCH = "start one run per trial, each with its own output_dir"
-
-NOT_CALLED = {
-    "create_accelerator_and_postprocess": _ENGINE,
-    "get_cp_size": _ENGINE,
-    "get_sp_size": _ENGINE,
-    "get_tp_size": _ENGINE,
-    "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
-    "get_optimizer_cls_and_kwargs": "pass optimizer_cls_and_kwargs, or override create_optimizer",
-    "init_hf_repo": _HUB,
-    "set_initial_training_values": "set num_train_epochs or max_steps",
-    "_build_accelerator_args": _ENGINE,
-    "_finalize_training": "use a callback's on_train_end",
-    "_finish_current_push": _HUB,
-    "_get_collator_with_removed_columns": "pass data_collator",
-    "_get_dataloader": _LOADER,
-    "_get_eval_sampler": "override get_eval_dataloader and return a DataLoader with your sampler",
-    "_get_grad_norm": "override _clip_grad_norm",
-    "_get_learning_rate": "override create_scheduler",
-    "_get_output_dir": "set output_dir",
-    "_get_train_sampler": "override get_train_dataloader and return a DataLoader with your sampler",
-    "_has_mixed_mesh_grads": _ENGINE,
-    "_hp_search_setup": _SEARCH,
-    "_init_training_state": _RESUME,
-    "_inner_training_loop": _LOOP,
-    "_issue_warnings_after_load": _RESUME,
-    "_load_callback_state": _RESUME,
-    "_load_from_checkpoint": _RESUME,
-    "_load_optimizer_and_scheduler": _RESUME,
-    "_load_rng_state": _RESUME,
-    "_load_scaler": _RESUME,
-    "_maybe_log_save_evaluate": _LOOP,
-    "_mixed_mesh_grad_norm": _ENGINE,
-    "_move_model_to_device": _ENGINE,
-    "_name": "set run_name",
-    "_paper": "override create_model_card",
-    "_prepare_context_parallel_inputs": _ENGINE,
-    "_prepare_dataset": _DATA,
-    "_prepare_for_training": _LOOP,
-    "_push_from_checkpoint": _HUB,
-    "_reject_skip_prepare_without_labels": _DATA,
-    "_remove_unused_columns": _DATA,
-    "_report_to_hp_search": _SEARCH,
-    "_run_epoch": _LOOP,
-    "_save_optimizer_and_scheduler": _CHECKPOINT,
-    "_save_rng_state": _CHECKPOINT,
-    "_save_scaler": _CHECKPOINT,
-    "_send_telemetry": "nothing is sent",
-    "_set_signature_columns_if_needed": _DATA,
-    "_sync_replicated_trainable_parameters": _ENGINE,
-    "_template_file": "override create_model_card",
-    "_track_num_input_tokens": "the log has num_tokens",
-    "_tune_save_checkpoint": _SEARCH,
-    "_update_auto_batch_size": "set per_device_train_batch_size",
-    "_validate_args": "check the settings before you make the trainer",
-    "_wrap_model": _ENGINE,
+ADVICE = {
+    "choose how the model is sharded with fsdp and fsdp_config, or the launcher's options": (
+        "create_accelerator_and_postprocess get_cp_size get_sp_size get_tp_size _build_accelerator_args "
+        "_has_mixed_mesh_grads _mixed_mesh_grad_norm _move_model_to_device _prepare_context_parallel_inputs "
+        "_sync_replicated_trainable_parameters _wrap_model"
+    ),
+    "fullshard resumes model, optimizer and data together; use a callback with a state (ExportableState)": (
+        "_init_training_state _issue_warnings_after_load _load_callback_state _load_from_checkpoint "
+        "_load_optimizer_and_scheduler _load_rng_state _load_scaler"
+    ),
+    "override training_step, evaluate or log, or use callbacks: they have every event of transformers": (
+        "_inner_training_loop _maybe_log_save_evaluate _prepare_for_training _run_epoch"
+    ),
+    "prepare the rows yourself: give rows with input_ids and labels": (
+        "_prepare_dataset _reject_skip_prepare_without_labels _remove_unused_columns _set_signature_columns_if_needed"
+    ),
+    "use push_to_hub, hub_model_id and hub_strategy": "init_hf_repo _finish_current_push _push_from_checkpoint",
+    "start one run per trial, each with its own output_dir": (
+        "_hp_search_setup _report_to_hp_search _tune_save_checkpoint"
+    ),
+    "override _save_checkpoint, or save beside it in a callback's on_save": (
+        "_save_optimizer_and_scheduler _save_rng_state _save_scaler"
+    ),
+    "override create_model_card": "_paper _template_file",
+    "set per_device_train_batch_size and gradient_accumulation_steps": "get_total_train_batch_size",
+    "pass optimizer_cls_and_kwargs, or override create_optimizer": "get_optimizer_cls_and_kwargs",
+    "set num_train_epochs or max_steps": "set_initial_training_values",
+    "use a callback's on_train_end": "_finalize_training",
+    "pass data_collator": "_get_collator_with_removed_columns",
+    "override get_train_dataloader or get_eval_dataloader": "_get_dataloader",
+    "override get_eval_dataloader and return a DataLoader with your sampler": "_get_eval_sampler",
+    "override _clip_grad_norm": "_get_grad_norm",
+    "override create_scheduler": "_get_learning_rate",
+    "set output_dir": "_get_output_dir",
+    "override get_train_dataloader and return a DataLoader with your sampler": "_get_train_sampler",
+    "set run_name": "_name",
+    "nothing is sent": "_send_telemetry",
+    "the log has num_tokens": "_track_num_input_tokens",
+    "set per_device_train_batch_size": "_update_auto_batch_size",
+    "check the settings before you make the trainer": "_validate_args",
 }
-"""Methods of transformers' and TRL's trainers that are not called here, and what to do instead."""
+"""What to do instead of overriding methods of transformers' and TRL's trainers that are not called here."""
+NOT_CALLED = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 
 
 Kind = TypeVar("Kind", bound=type)
@@ -189,7 +142,7 @@ class Calls:
     def __init__(self, trainer: Any) -> None:
         for name in METHODS.keys() - {"__init__"}:
             setattr(self, name, functools.partial(_call, trainer, name))
-        self._is_overridden = functools.partial(overridden, trainer)
+        self._is_overridden = functools.partial(is_overridden, trainer)
         self._value = functools.partial(getattr, trainer)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -226,7 +179,7 @@ def check_subclass(kind: type, base: type) -> None:
             raise ConfigError(f"{kind.__name__}.{name}: fullshard's trainer uses this name itself; choose another.")
 
 
-def missing(trainer: Any, name: str) -> AttributeError:
+def missing_attribute(trainer: Any, name: str) -> AttributeError:
     """The error for an attribute that a trainer does not have."""
     kind = type(trainer).__name__
     if name in NOT_CALLED:
@@ -234,7 +187,7 @@ def missing(trainer: Any, name: str) -> AttributeError:
     return AttributeError(f"{kind!r} object has no attribute {name!r}")
 
 
-def overridden(trainer: Any, name: str) -> bool:
+def is_overridden(trainer: Any, name: str) -> bool:
     """Whether a script has replaced a method, in a subclass or on the trainer itself."""
     if name in vars(trainer):
         return True

@@ -24,7 +24,7 @@ from fullshard.distributed.console import Terminal
 from fullshard.distributed.terminal_text import visible
 from fullshard.sft.batches import EVALUATION, make_table
 from fullshard.sft.checked_run import CheckedRun
-from fullshard.sft.model import prepared_tokenizer, read_tokenizer
+from fullshard.sft.vocabulary import prepared_tokenizer, read_tokenizer
 
 TRAINED, READ, SPECIAL, BORDER = "bold green", "dim", "cyan", "yellow"
 OPEN, CLOSE = "⟦", "⟧"
@@ -131,9 +131,9 @@ def _targets(mask: npt.NDArray[np.uint8]) -> int:
 
 def show_statistics(name: str, table: TokenTable, console: Terminal) -> None:
     """Print counts, lengths, packing efficiency, and what was dropped or truncated."""
-    found, facts = statistics(table), table.facts
+    stats, facts = statistics(table), table.facts
     lines = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, value in _statistics(found, facts).items():
+    for label, value in _statistics(stats, facts).items():
         lines.add_row(label, value)
     console.rule(f"{name} data", align="left")
     console.print(lines)
@@ -142,14 +142,14 @@ def show_statistics(name: str, table: TokenTable, console: Terminal) -> None:
     console.print(histogram(np.diff(table.document_starts[:])))
 
 
-def _statistics(found: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
+def _statistics(stats: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     trained = facts["targets"] / max(1, facts["tokens"])
-    low, high, median, mean, p95 = (found[name] for name in ("min", "max", "median", "mean", "p95"))
+    low, high, median, mean, p95 = (stats[name] for name in ("min", "max", "median", "mean", "p95"))
     lines = {
         "documents": f"{facts['documents']:,}",
         "tokens": f"{facts['tokens']:,}, {facts['targets']:,} of them trained ({trained:.0%})",
         "length": f"{low:,} to {high:,} tokens; median {median:,.0f}, mean {mean:,.1f}, 95 % up to {p95:,.0f}",
-        "rows": f"{facts['rows']:,} of at most {found['row_length']:,} tokens, {found['efficiency']:.1%} full",
+        "rows": f"{facts['rows']:,} of at most {stats['row_length']:,} tokens, {stats['efficiency']:.1%} full",
     }
     left_out = {"empty": "dropped: empty", "masked": "dropped: no trained tokens"}
     for key, label in left_out.items():

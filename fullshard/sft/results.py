@@ -24,10 +24,10 @@ from fullshard.report.html_report import write_report
 from fullshard.report.loggers import attempt
 from fullshard.report.records import METRICS_FILE, REPORT_FILE
 from fullshard.report.run_summary import write_card
-from fullshard.sft.model import local_folder
-from fullshard.sft.run_dir import CHECKPOINTS, place_of
-from fullshard.sft.run_progress import Progress
+from fullshard.sft.base_model import local_folder
+from fullshard.sft.output_dir import CHECKPOINTS, output_path
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.training_state import Progress
 from fullshard.version import library_versions
 from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
@@ -66,7 +66,7 @@ class ResultWriter:
         """Write the initial values of an adapter that was initialized from the base weights. All ranks must call it,
         before the adapter trains."""
         if self.from_weights and self.first is None:
-            place = place_of(self.config) / FIRST
+            place = output_path(self.config) / FIRST
             export_adapter(self.model, place)
             self.first = place
 
@@ -82,9 +82,9 @@ def export_adapter(
     names = set(model.peft_config)
     whole_tables = {n for a in names for n in names_in_files(model, a)[1].values()} if tables else set()
     values: dict[str, torch.Tensor] = {}
-    found = wrapped(model)
-    assert found is not None
-    for p in found.parameters:
+    engine_model = wrapped(model)
+    assert engine_model is not None
+    for p in engine_model.parameters:
         if names & set(p.plan.name.split(".")) or whole_tables & set(p.plan.names):
             whole = whole_value(p)
             if runtime.is_main():
@@ -113,7 +113,7 @@ def export_adapter(
 
 
 def _name_base(folder: Path, model: Any) -> None:
-    """Record the base in an adapter's files, so that it is found from any folder and told apart from others."""
+    """Record the base in an adapter's files, so that it is located from any folder and distinguished from others."""
     name, base = read_config(folder).get("base_model_name_or_path"), base_of(model)
     if base is not None:
         write_record(folder, name or base.path, (base.path, base.identity))
@@ -138,9 +138,9 @@ def _write_prompt(model: Any, folder: Path, values: dict[str, torch.Tensor]) -> 
 
 def _check_adapter(files: list[Path], values: dict[str, torch.Tensor]) -> None:
     """Refuse files that do not hold every gathered value unchanged."""
-    there = [tensor for file in files for tensor in load_file(file).values()]
+    saved = [tensor for file in files for tensor in load_file(file).values()]
     for name, value in values.items():
-        if not any(t.shape == value.shape and t.dtype == value.dtype and torch.equal(t, value) for t in there):
+        if not any(t.shape == value.shape and t.dtype == value.dtype and torch.equal(t, value) for t in saved):
             raise WeightsError(f"the adapter's files do not hold {name} as it was gathered; nothing was kept.")
 
 
@@ -168,13 +168,13 @@ class Summary:
             "loss", "mean_token_accuracy", "eval_loss", "eval_mean_token_accuracy", "tokens_per_second", "memory_gib"
         )  # fmt: skip
         progress = self.progress
-        found: dict[str, float] = {"train_loss": progress.mean_loss} if progress.loss_steps else {}
+        metrics: dict[str, float] = {"train_loss": progress.mean_loss} if progress.loss_steps else {}
         for record in self.history:
-            found |= {name: record[name] for name in wanted if record.get(name) is not None}
-        return found
+            metrics |= {name: record[name] for name in wanted if record.get(name) is not None}
+        return metrics
 
 
-def describe(
+def write_card_and_report(
     summary: Summary, place: Path, name: str | None = None, data: str | None = None, tags: Sequence[str] = ()
 ) -> None:
     """Write the model card and the report; for the first rank alone. `name`, `data` and `tags` are for the card."""
@@ -190,13 +190,13 @@ def describe(
         "versions": versions,
     }
     write_card(place, name or config.run_name, config.changed(), facts)
-    report_run(config, place)
+    write_run_report(config, place)
 
 
-def report_run(config: SFTConfig, place: Path) -> None:
+def write_run_report(config: SFTConfig, place: Path) -> None:
     """Write the report from the files of the run. A fault in it is a warning: it must not hide or undo what the run
     has come to."""
-    attempt(REPORT_FILE, lambda: write_report(place_of(config), place / REPORT_FILE))
+    attempt(REPORT_FILE, lambda: write_report(output_path(config), place / REPORT_FILE))
 
 
 def _final_rows(summary: Summary) -> dict[str, str]:
@@ -222,11 +222,11 @@ def _final_rows(summary: Summary) -> dict[str, str]:
     return {name: f"{form.format(metrics[key])}  {what}" for key, (name, form, what) in rows.items() if key in metrics}
 
 
-def show(summary: Summary) -> None:
+def show_results(summary: Summary) -> None:
     """Print the closing table, with the paths of all results, on the first rank."""
     if not runtime.is_main():
         return
-    place, progress = place_of(summary.config), summary.progress
+    place, progress = output_path(summary.config), summary.progress
     rows = {
         "steps": f"{progress.step:,}" + (f" ({progress.skipped} skipped)" if progress.skipped else ""),
         "tokens": f"{progress.tokens:,}",

@@ -1,6 +1,6 @@
 """Sample generations: a few prompts that the model answers at each evaluation.
 
-Prompts come from the evaluation data (the tokens before the last trained part) or from the user's file (`prompts.py`).
+Prompts come from the evaluation data (the tokens before the last trained part) or from the user's file (`run_data.py`).
 The ranks divide them and generate in step. Answers are greedy, so they draw no random numbers and do not change
 training.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,9 @@ from fullshard.data.token_table import TokenTable
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange, run_on_all_ranks
 from fullshard.models.causal_lm import get_causal_lm
-from fullshard.models.generate import StopCriteria, answer, generation_prompt
+from fullshard.models.generate import StopCriteria, answer, generation_prompt, stop_criteria
 from fullshard.report.records import Sample
-from fullshard.sft.prompts import Question, read_prompts
+from fullshard.sft.run_data import Question, read_prompts
 from fullshard.sft.sft_config import SFTConfig
 
 
@@ -36,24 +36,37 @@ class Prompt:
     reference: str | None
 
 
+class SamplePrompts(NamedTuple):
+    """The prompts that are answered at each evaluation, and what ends an answer."""
+
+    prompts: Sequence[Prompt]
+    stop: StopCriteria
+
+
 class Samples:
     """Answers the prompts after each evaluation; a callback of the trainer's own. All ranks take part."""
 
-    def __init__(
-        self, prompts: Sequence[Prompt], stop: StopCriteria, model: Any, record: Callable[[int, list[Sample]], None]
-    ) -> None:
-        self.prompts, self.stop, self.model, self.record = prompts, stop, model, record
+    def __init__(self, samples: SamplePrompts, model: Any, record: Callable[[int, list[Sample]], None]) -> None:
+        self.samples, self.model, self.record = samples, model, record
 
     def on_evaluate(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
-        answers = _answers(self.model, self.prompts, self.stop, args.sample_max_new_tokens)
-        step, pairs = state.global_step, zip(self.prompts, answers, strict=True)
+        """Answer the prompts and record the answers."""
+        prompts, stop = self.samples
+        answers = _answers(self.model, prompts, stop, args.sample_max_new_tokens)
+        step, pairs = state.global_step, zip(prompts, answers, strict=True)
         self.record(step, [Sample(step, p.shown, text, p.reference) for p, text in pairs])
 
 
-def choose_prompts(config: SFTConfig, model: Any, evaluation: TokenTable | None, tokenizer: Any) -> list[Prompt]:
-    """The prompts that the settings ask for and that fit into the model. All ranks must call it."""
-    found = run_on_all_ranks(lambda: prompts_of(config, evaluation, tokenizer), "sample prompts")
-    return _that_fit(found, model, config.sample_max_new_tokens)
+def choose_samples(
+    config: SFTConfig, model: Any, evaluation: TokenTable | dict[str, TokenTable] | None, tokenizer: Any
+) -> SamplePrompts | None:
+    """The prompts that the settings ask for and that fit into the model; of several data sets, those of the first. All
+    ranks must call it."""
+    if not (config.eval_samples or config.sample_prompts):
+        return None
+    table = next(iter(evaluation.values())) if isinstance(evaluation, dict) else evaluation
+    prompts = run_on_all_ranks(lambda: select_prompts(config, table, tokenizer), "sample prompts")
+    return SamplePrompts(_that_fit(prompts, model, config.sample_max_new_tokens), stop_criteria(model, tokenizer))
 
 
 def _answers(model: Any, prompts: Sequence[Prompt], stop: StopCriteria, limit: int) -> list[str]:
@@ -67,24 +80,24 @@ def _answers(model: Any, prompts: Sequence[Prompt], stop: StopCriteria, limit: i
     return [by_rank[i % world][i // world] for i in range(len(prompts))]
 
 
-def prompts_of(config: SFTConfig, table: TokenTable | None, tokenizer: Any) -> list[Prompt]:
+def select_prompts(config: SFTConfig, table: TokenTable | None, tokenizer: Any) -> list[Prompt]:
     """The prompts that the settings ask for."""
     if config.sample_prompts is not None:
-        return [_asked(question, tokenizer, config) for question in read_prompts(config.sample_prompts)]
+        return [_prompt_of(question, tokenizer, config) for question in read_prompts(config.sample_prompts)]
     if table is None:
         return []
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     opening = generation_prompt(tokenizer)
     before = tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
     for start, end in zip(table.document_starts[:-1], table.document_starts[1:], strict=True):
-        if len(found) == config.eval_samples:
+        if len(prompts) == config.eval_samples:
             break
         ids, trained = table.tokens[start:end].tolist(), np.asarray(table.loss_mask[start:end]) != 0
         if (split := answer_begins(ids, trained, before)) > 0:
             reference = tokenizer.decode(ids[split:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
             shown = tokenizer.decode(ids[:split], clean_up_tokenization_spaces=False)
-            found.append(Prompt(tuple(ids[:split]), shown, reference.strip()))
-    return found
+            prompts.append(Prompt(tuple(ids[:split]), shown, reference.strip()))
+    return prompts
 
 
 def answer_begins(ids: Sequence[int], trained: Any, before: Sequence[int]) -> int:
@@ -105,7 +118,7 @@ def answer_begins(ids: Sequence[int], trained: Any, before: Sequence[int]) -> in
     return len(ids) // 2
 
 
-def _asked(question: Question, tokenizer: Any, config: SFTConfig) -> Prompt:
+def _prompt_of(question: Question, tokenizer: Any, config: SFTConfig) -> Prompt:
     """A prompt of the user's file: by the chat template, or without one as text to continue."""
     messages, template, where = question.messages, template_of(tokenizer), "sample_prompts"
     shown = str(messages[-1]["content"])

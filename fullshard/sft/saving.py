@@ -14,11 +14,11 @@ from fullshard.distributed import runtime
 from fullshard.distributed.ranks import agree
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.sft import results
+from fullshard.sft.base_model import local_folder
 from fullshard.sft.hub import Hub
-from fullshard.sft.model import local_folder
+from fullshard.sft.output_dir import CHECKPOINTS, output_path
 from fullshard.sft.overrides import Calls
 from fullshard.sft.results import Summary
-from fullshard.sft.run_dir import CHECKPOINTS, place_of
 from fullshard.sft.trainer_context import TrainerContext
 
 
@@ -27,47 +27,54 @@ class CheckpointSaver:
 
     def __init__(self, context: TrainerContext, calls: Calls) -> None:
         self._context, self._calls = context, calls
+        self._checkpoints: CheckpointManager | None = None
         self._push_message = "the end of training"
 
-    def _load_best_model(self) -> None:
-        """Restore the weights of the best evaluation, if `load_best_model_at_end` is on."""
-        loop = self._context.loop
-        progress = loop.progress
-        if not self._context.args.load_best_model_at_end or progress.best_step is None:
-            return
-        assert loop.checkpoints is not None
-        if progress.best_step != progress.step:
-            loop.checkpoints.restore(progress.best_step, {"model": loop.model}, rng=False)
-        best = f"best {self._context.args.best_metric} {progress.best_value:.4f} at step {progress.best_step}"
-        self._context.say(f"{best}: its weights are kept")
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        """Save a checkpoint of the current step."""
-        loop = self._context.loop
-        if self._context.hub is not None and self._context.args.hub_strategy != "end":
-            self._context.events("on_push_begin")
-        loop.save_checkpoint()
-        best = loop.progress.best_step
-        if best is not None:
-            folder = place_of(self._context.args) / CHECKPOINTS / step_name(best)
-            if best == loop.progress.step or folder.is_dir():
-                self._context.events.state.best_model_checkpoint = str(folder)
+    def open_checkpoints(self) -> CheckpointManager:
+        """The run's checkpoints. The best one, and those that are still to be uploaded, are not removed."""
+        args, run = self._context.args, self._context.run
+
+        def protect(step: int) -> bool:
+            return step == run.state.progress.best_step or (run.hub is not None and run.hub.holds(step))
+
+        self._checkpoints = CheckpointManager(
+            output_path(args) / CHECKPOINTS, max(1, int(args.save_steps)), args.save_total_limit, protect=protect
+        )
+        return self._checkpoints
 
     def save_in_training(self, model: Any) -> None:
         """Save a checkpoint between two steps."""
         self._calls._save_checkpoint(model, None)
 
-    def open_checkpoints(self) -> CheckpointManager:
-        """The run's checkpoints. The best one, and those that are still to be uploaded, are not removed."""
-        loop, hub = self._calls.prepare(), self._context.hub
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Save a checkpoint of the current step."""
+        args, run, events = self._context.args, self._context.run, self._context.events
+        if run.hub is not None and args.hub_strategy != "end":
+            events("on_push_begin")
+        assert self._checkpoints is not None
+        save = self._checkpoints.save_async if args.async_save else self._checkpoints.save
+        progress = run.state.progress
+        save(progress.step, run.snapshot(), force=True)
+        if progress.best_step is not None:
+            folder = output_path(args) / CHECKPOINTS / step_name(progress.best_step)
+            if progress.best_step == progress.step or folder.is_dir():
+                events.state.best_model_checkpoint = str(folder)
 
-        def protect(step: int) -> bool:
-            return step == loop.progress.best_step or (hub is not None and hub.holds(step))
+    def _load_best_model(self) -> None:
+        """Restore the weights of the best evaluation, if `load_best_model_at_end` is on."""
+        args, state = self._context.args, self._context.run.state
+        progress = state.progress
+        if not args.load_best_model_at_end or progress.best_step is None:
+            return
+        if progress.best_step != progress.step:
+            assert self._checkpoints is not None
+            self._checkpoints.restore(progress.best_step, {"model": state.model}, rng=False)
+        best = f"best {args.best_metric} {progress.best_value:.4f} at step {progress.best_step}"
+        self._context.say(f"{best}: its weights are kept")
 
-        place = place_of(self._context.args) / CHECKPOINTS
-        return CheckpointManager(
-            place, max(1, int(self._context.args.save_steps)), self._context.args.save_total_limit, protect=protect
-        )
+    # --- the result -------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (or adapter) with tokenizer, model card and report, as transformers and PEFT read them.
@@ -79,16 +86,15 @@ class CheckpointSaver:
         self._calls.prepare()
         self._calls._save(str(place))
         self._calls.create_model_card(folder=place)
-        if self._context.hub is not None:
-            self._push(self._context.hub, place)
+        if (hub := self._context.run.hub) is not None:
+            self._push(hub, place)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model (or adapter) and the tokenizer. All ranks must call it."""
         if state_dict is not None:
             raise ConfigError("_save: whole values are gathered and written by the trainer; leave state_dict out.")
         self._calls.prepare()
-        assert self._context.prepared is not None
-        self._context.prepared.writer.export(Path(output_dir or self._context.args.output_dir).expanduser())
+        self._context.run.writer.export(Path(output_dir or self._context.args.output_dir).expanduser())
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None,
@@ -97,16 +103,16 @@ class CheckpointSaver:
         """Write the model card and the report into `folder`, or into `output_dir`; `tags` are further ones."""
         more = [tags] if isinstance(tags, str) else list(tags or ())
         if runtime.is_main():
-            place = folder or place_of(self._context.args)
-            results.describe(self.summary(), place, model_name, dataset_name, [*self._calls.value("_tag_names"), *more])
+            place = folder or output_path(self._context.args)
+            results.write_card_and_report(
+                self.summary(), place, model_name, dataset_name, [*self._calls.value("_tag_names"), *more]
+            )
 
     def push_to_hub(self, commit_message: str = "the end of training", blocking: bool = True) -> None:
         """Save the model to `output_dir`, upload it to the hub and wait for that. All ranks must call it."""
         self._calls.prepare()
-        prepared = self._context.prepared
-        assert prepared is not None
-        if prepared.hub is None:
-            prepared.hub = Hub(self._context.args, prepared.writer, prepared.loop.reporter.say)
+        run = self._context.run
+        run.hub = run.hub or Hub(self._context.args, run.writer, run.reporter.say)
         self._push_message = commit_message
         self._calls.save_model()
 
@@ -120,8 +126,8 @@ class CheckpointSaver:
 
     def summary(self) -> Summary:
         """The outcome of the run so far."""
-        loop, parts = self._context.loop, self._context.parts
+        run, parts = self._context.run, self._context.parts
         return Summary(
-            self._context.args, loop.progress, loop.logged_steps, loop.reporter.history,
+            self._context.args, run.state.progress, run.state.logged_steps, run.reporter.history,
             parts.base or local_folder(get_causal_lm(parts.model)), hasattr(parts.model, "peft_config"),
         )  # fmt: skip

@@ -9,19 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.manager import load_state, save_state
-from fullshard.checkpoint.manifest import published_steps, step_name
+from fullshard.checkpoint.manager import save_state
 from fullshard.config.errors import ConfigError
 from fullshard.config.options import nearest
 from fullshard.distributed import runtime
 from fullshard.parallel.gather import gather_for_metrics
 from fullshard.sft.loop import Loop
-from fullshard.sft.micro_batch import MicroBatch
 from fullshard.sft.overrides import Calls
-from fullshard.sft.run_dir import CHECKPOINTS
-from fullshard.sft.run_progress import check_progress
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer_context import TrainerContext
+from fullshard.sft.training_state import MicroBatch
 
 # --- methods --------------------------------------------------------------------------------------------------------
 
@@ -38,7 +35,7 @@ class ScriptMethods:
         return self._context.args
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, given as an object or as a class."""
+        """Add a callback, an object or a class."""
         self._context.events.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
@@ -137,38 +134,47 @@ class Accelerator:
     state: AcceleratorState
     micro: MicroBatch = field(repr=False)
     prepare: Callable[[], Loop] = field(repr=False)
-    """The trainer's: the training loop, made at the first call."""
+    """The trainer's method: the training loop."""
 
     @property
     def is_main_process(self) -> bool:
+        """Whether this is the first rank."""
         return runtime.is_main()
 
     @property
     def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
         return runtime.local_rank() == 0
 
     @property
     def process_index(self) -> int:
+        """This rank."""
         return runtime.rank()
 
     @property
     def num_processes(self) -> int:
+        """The number of ranks."""
         return runtime.world_size()
 
     @property
     def device(self) -> Any:
+        """This rank's device."""
         return runtime.device()
 
     def print(self, *values: object, **options: Any) -> None:
+        """Print on the first rank."""
         runtime.print0(*values, **options)
 
     def wait_for_everyone(self) -> None:
+        """Wait until all ranks are here."""
         runtime.barrier()
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The values of all ranks, without rows that were repeated to fill a batch."""
         return gather_for_metrics(input_data, use_gather_object)
 
     def gather(self, tensor: Any) -> Any:
+        """The values of all ranks."""
         return gather_for_metrics(tensor)
 
     def backward(self, loss: Any, **options: Any) -> None:
@@ -185,13 +191,4 @@ class Accelerator:
 
     def load_state(self, input_dir: str) -> None:
         """Resume from what `save_state` or a run's checkpoint holds. All ranks must call it."""
-        loop = self.prepare()
-        loop.state.adopt(load_state(_newest(Path(input_dir)), loop.snapshot(), check_values=check_progress))
-
-
-def _newest(folder: Path) -> Path:
-    """The newest checkpoint in a run's folder or its folder of checkpoints; else the folder itself."""
-    for root in (folder, folder / CHECKPOINTS):
-        if root.is_dir() and (steps := published_steps(root)):
-            return root / step_name(steps[-1])
-    return folder
+        self.prepare().load(Path(input_dir))

@@ -20,11 +20,9 @@ from fullshard.config.options import TakesOtherNames, as_list, convert, for_scri
 from fullshard.optim import lr_schedule
 from fullshard.optim import names as optimizer_names
 from fullshard.report.logger_names import KNOWN
-from fullshard.sft.activation_options import ActivationOptions
 from fullshard.sft.adapter_options import AdapterOptions
-from fullshard.sft.argument_methods import ArgumentMethods
 from fullshard.sft.data_options import DataOptions
-from fullshard.sft.trainer_options import TrainerOptions
+from fullshard.sft.training_arguments import ActivationOptions, ArgumentMethods, TrainerOptions
 from fullshard.sft.unused_options import PEER_NAMES, UnusedOptions
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -236,8 +234,8 @@ class SFTConfig(
 
     def __post_init__(self) -> None:
         self._convert()
-        self.take_nested()
-        self.take_checkpointing()
+        self.flatten_nested()
+        self.flatten_checkpointing()
         self.check_unused()
         self._check_numbers()
         self.check_data()
@@ -401,9 +399,9 @@ class SFTConfig(
     def from_checked(cls, values: dict[str, Any]) -> Self:
         """The settings that `values` gave, in a process that receives them: they are not checked again."""
         redaction.learn(values)
-        made = cls.__new__(cls)
-        vars(made).update(values)
-        return made
+        config = cls.__new__(cls)
+        vars(config).update(values)
+        return config
 
     def values(self) -> dict[str, Any]:
         """Every setting, by its field."""
@@ -416,15 +414,15 @@ class SFTConfig(
         return {o.name: shown[o.name] for o in options_of(type(self)) if getattr(self, o.name) != o.default}
 
 
-def _names(given: Any) -> str:
+def _names(names: Any) -> str:
     """`report_to` as text: transformers has a list, which is empty for none."""
-    if given is None or (isinstance(given, list | tuple) and not given):
+    if names is None or (isinstance(names, list | tuple) and not names):
         return "none"
-    return ",".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+    return ",".join(map(str, names)) if isinstance(names, list | tuple) else str(names)
 
 
-def _flags(given: Any) -> str | None:
+def _flags(flags: Any) -> str | None:
     """`fsdp` as text: transformers also has lists, and true where everything is in `fsdp_config`."""
-    if isinstance(given, list | tuple):
-        given = " ".join(str(getattr(one, "value", one)) for one in given)
-    return given if isinstance(given, str) and given else None
+    if isinstance(flags, list | tuple):
+        flags = " ".join(str(getattr(one, "value", one)) for one in flags)
+    return flags if isinstance(flags, str) and flags else None

@@ -22,7 +22,7 @@ from fullshard.distributed import engines, runtime
 from fullshard.fsdp.gradients import held_by_no_sync
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.report.records import STEP_FILE
-from fullshard.sft.loop import Loop
+from fullshard.sft.training_state import TrainingState
 from fullshard.spmd.tensor import is_sharded
 
 MEASURED = 4
@@ -37,8 +37,8 @@ PARTS = ("shards", "gathered", "gradients", "optimizer", "other")
 class StepRecord:
     """Measures one step of this rank. A callback of the run, on the first rank only."""
 
-    def __init__(self, folder: Path, loop: Loop) -> None:
-        self.folder, self.loop, self.engine = folder, loop, loop.model._fullshard_engine
+    def __init__(self, folder: Path, state: TrainingState) -> None:
+        self.folder, self.state, self.engine = folder, state, state.model._fullshard_engine
         self.device = runtime.device()
         self.counts_all = accelerator.is_accelerator(self.device)
         """Whether torch counts what it allocates."""
@@ -48,29 +48,34 @@ class StepRecord:
         self._timeline: dict[str, list[Any]] = {}
         self._moment = "forward"
         self._before: dict[str, Counter[str]] = {}
-        self._held = dict.fromkeys(PARTS, 0)
+        self._sizes = dict.fromkeys(PARTS, 0)
 
     # --- events of the run ------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Forget what an earlier training has measured."""
         self._steps, self._last, self._done = 0, state.max_steps, False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Begin to measure, if it is time."""
         self._steps += 1
-        usual = self._steps >= MEASURED and self.loop.activations.is_settled
+        usual = self._steps >= MEASURED and self.state.activations.is_settled
         if not self._done and (usual or state.global_step + 1 == self._last):
             self._done = True
             self._try(self._begin)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Measure before the update."""
         if self.is_measuring:
             self._try(lambda: self._note("optimizer step", ""))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Measure after the update."""
         if self.is_measuring:
             self._try(self._updated)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Write the record."""
         if self.is_measuring:
             self._try(lambda: self._write(state.global_step))
             self.engine.means.meter.observer = None
@@ -79,6 +84,7 @@ class StepRecord:
 
     @property
     def is_measuring(self) -> bool:
+        """Whether the current step is measured."""
         return self.engine.means.meter.observer is not None
 
     def _try(self, act: Callable[[], None]) -> None:
@@ -94,8 +100,8 @@ class StepRecord:
         self._moment = "forward"
         self._timeline = {name: [] for name in ("moment", "unit", "operation", *PARTS)}
         self._before = {name: Counter(getattr(meter, name)) for name in COUNTERS}
-        self._held["shards"] = self._bytes(p.local for p in self.parameters)
-        self._held["optimizer"] = self._bytes(self._optimizer_tensors())
+        self._sizes["shards"] = self._bytes(p.local for p in self.parameters)
+        self._sizes["optimizer"] = self._bytes(self._optimizer_tensors())
         meter.observer = lambda unit, operation: self._try(lambda: self._observe(unit, operation))
 
     def _observe(self, unit: str, operation: str) -> None:
@@ -109,17 +115,17 @@ class StepRecord:
             self._moment = "forward"
 
     def _updated(self) -> None:
-        self._held["optimizer"] = self._bytes(self._optimizer_tensors())
+        self._sizes["optimizer"] = self._bytes(self._optimizer_tensors())
         self._note("optimizer step", "")
 
     def _note(self, moment: str, unit: str, operation: str = "") -> None:
-        held = self._held
-        held["gathered"] = self.engine.means.meter.live
-        held["gradients"] = self._bytes(self._gradients())
+        sizes = self._sizes
+        sizes["gathered"] = self.engine.means.meter.live
+        sizes["gradients"] = self._bytes(self._gradients())
         if self.counts_all:
-            known = sum(size for name, size in held.items() if name != "other")
-            held["other"] = max(0, accelerator.allocated_memory(self.device) - known)
-        for name, value in {"moment": moment, "unit": unit, "operation": operation, **held}.items():
+            known = sum(size for name, size in sizes.items() if name != "other")
+            sizes["other"] = max(0, accelerator.allocated_memory(self.device) - known)
+        for name, value in {"moment": moment, "unit": unit, "operation": operation, **sizes}.items():
             self._timeline[name].append(value)
 
     def _bytes(self, tensors: Iterable[torch.Tensor]) -> int:
@@ -129,13 +135,13 @@ class StepRecord:
 
     def _gradients(self) -> Iterable[torch.Tensor]:
         for p in self.parameters:
-            held = held_by_no_sync(p)
-            found = (held.term, held.base) if held is not None else (p.shard.grad,)
+            unsynced = held_by_no_sync(p)
+            own = (unsynced.term, unsynced.base) if unsynced is not None else (p.shard.grad,)
             leaves = (leaf.grad for leaf in (p.full, p.full_global) if leaf is not None)
-            yield from (grad for grad in (*found, *leaves) if grad is not None)
+            yield from (grad for grad in (*own, *leaves) if grad is not None)
 
     def _optimizer_tensors(self) -> Iterable[torch.Tensor]:
-        states = getattr(self.loop.optimizer, "state", {}).values()
+        states = getattr(self.state.optimizer, "state", {}).values()
         yield from (t for one in states if isinstance(one, dict) for t in one.values() if torch.is_tensor(t))
 
     def _write(self, step: int) -> None:
@@ -146,8 +152,8 @@ class StepRecord:
             }
             for unit in self.engine.units
         }
-        found = {"step": step, "counted": not self.counts_all, "timeline": self._timeline, "units": units}
-        replace_text(self.folder / STEP_FILE, json.dumps(found))
+        record = {"step": step, "counted": not self.counts_all, "timeline": self._timeline, "units": units}
+        replace_text(self.folder / STEP_FILE, json.dumps(record))
 
 
 class CompileWatch:
@@ -157,9 +163,11 @@ class CompileWatch:
         self._steps, self._before = 0, 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Count the programs compiled before the step."""
         self._before = engines.current().compilations() or 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Warn of programs that the step has compiled."""
         self._steps += 1
         new = (engines.current().compilations() or 0) - self._before
         if self._steps > WARM_UP and new > 0:
@@ -170,8 +178,8 @@ class CompileWatch:
             )
 
 
-def step_watchers(folder: Path, loop: Loop) -> list[Any]:
+def step_watchers(folder: Path, state: TrainingState) -> list[Any]:
     """The callbacks of a run that watch its steps, on this rank."""
     if engines.current().compiles_steps:
         return [CompileWatch()]
-    return [StepRecord(folder, loop)] if runtime.is_main() else []
+    return [StepRecord(folder, state)] if runtime.is_main() else []

@@ -12,24 +12,22 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.config.errors import ConfigError
-from fullshard.config.paths import refuse_inputs, save_tokenizer
+from fullshard.config.paths import refuse_inputs
 from fullshard.data.prepared_rows import prepared_rows
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import agree, on_rank_0
 from fullshard.distributed.terminal_text import print_text
 from fullshard.models.causal_lm import get_causal_lm
-from fullshard.models.generate import stop_criteria
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.settings import EngineSettings
 from fullshard.report import loggers
 from fullshard.report.reporter import Reporter
-from fullshard.sft import assemble, results, run_dir, run_facts
+from fullshard.sft import assemble, output_dir, results
 from fullshard.sft.assemble import TrainerFunctions
 from fullshard.sft.batches import total_steps
 from fullshard.sft.callbacks import Callbacks, with_best_metric
@@ -39,26 +37,17 @@ from fullshard.sft.hub import Hub
 from fullshard.sft.loop import Loop, LoopFunctions
 from fullshard.sft.optimizer import class_and_options, schedule_of
 from fullshard.sft.optimizer_step import StepFunctions
-from fullshard.sft.overrides import Calls, check_subclass, missing, with_methods
-from fullshard.sft.results import ResultWriter, report_run
-from fullshard.sft.run_lock import FolderLock
-from fullshard.sft.run_parts import Parts
-from fullshard.sft.samples import Samples, choose_prompts
+from fullshard.sft.overrides import Calls, check_subclass, missing_attribute, with_methods
+from fullshard.sft.results import ResultWriter, write_run_report
+from fullshard.sft.run_folder import EarlierRun, RunFolder, write_data, write_run
+from fullshard.sft.samples import Samples, choose_samples
 from fullshard.sft.saving import CheckpointSaver
 from fullshard.sft.script_methods import Accelerator, AcceleratorState, Plugin, ScriptMethods
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.step_record import step_watchers
-from fullshard.sft.trainer_context import Prepared, Shared, TrainerContext
-from fullshard.sft.trainer_options import quantization_settings
+from fullshard.sft.trainer_context import Parts, ShardedRun, Shared, TrainerContext
+from fullshard.sft.training_arguments import quantization_settings
 from fullshard.sft.training_step import Optimizers, TrainingStep
-
-
-class EarlierRun(NamedTuple):
-    """The run that `output_dir` holds already."""
-
-    settings: dict[str, Any] | None
-    resumes: bool
-    """Whether this run resumes it."""
 
 
 @with_methods(
@@ -73,7 +62,7 @@ class SFTTrainer:
     sharded and its weights are read by `prepare()`, which `train()` and `evaluate()` call.
 
     Methods may be overridden as with transformers' trainer. `overrides.METHODS` names the part that implements each;
-    those that are not called are refused when the class is made.
+    overriding one that is not called is an error of the class.
     """
 
     _tag_names: Sequence[str] = ("fullshard", "sft", "trl")
@@ -82,7 +71,7 @@ class SFTTrainer:
     """Whether an overridden `compute_loss` has divided by all tokens of the step; None decides as transformers does."""
     model_init: Callable[..., Any] | None = None
 
-    args, parts, callback_handler, estimate, loop = Shared(), Shared(), Shared("events"), Shared(), Shared()
+    args, parts, callback_handler, estimate = Shared(), Shared(), Shared("events"), Shared()
     data_collator, compute_loss_func, compute_metrics = Shared(), Shared(), Shared()
     preprocess_logits_for_metrics, optimizer_cls_and_kwargs = Shared(), Shared()
     optimizer, lr_scheduler = Shared(), Shared()
@@ -143,14 +132,14 @@ class SFTTrainer:
         check_subclass(cls, SFTTrainer)
 
     def __getattr__(self, name: str) -> Any:
-        raise missing(self, name)
+        raise missing_attribute(self, name)
 
     @classmethod
-    def of(cls, run: CheckedRun) -> SFTTrainer:
+    def from_checked(cls, run: CheckedRun) -> SFTTrainer:
         """The trainer of a run that has been checked."""
-        made = cls.__new__(cls)
-        made._start(run)
-        return made
+        trainer = cls.__new__(cls)
+        trainer._start(run)
+        return trainer
 
     def _start(self, run: CheckedRun, callbacks: Sequence[Any] = (), **script: Any) -> None:
         config, say = with_best_metric(run.config), _printer(run.config.progress)
@@ -162,12 +151,12 @@ class SFTTrainer:
         if hasattr(inner := get_causal_lm(parts.model), "add_model_tags"):
             inner.add_model_tags(list(self._tag_names))
         inputs = _with_downloads(run, config, parts)
-        self._samples = _choose_samples(config, parts)
+        self._samples = choose_samples(config, parts.model, parts.evaluation, parts.tokenizer)
         events = Callbacks(config, [*loggers.callbacks(config.report_to), *callbacks])
         events.model, events.processing_class = parts.model, parts.tokenizer
         self._make_parts(TrainerContext(config, parts, events, say, inputs, **script), run.engine)
-        self._folder_checked = run.folder_checked
-        self._folder: EarlierRun | None = None
+        self._folder = RunFolder(inputs, say, checked=run.folder_checked)
+        self._loop: Loop | None = None
         self._preparing = self._trained = False
         events.meet()
         events("on_init_end")
@@ -181,7 +170,7 @@ class SFTTrainer:
         self.accelerator, self.is_fsdp_enabled = Accelerator(state, context.micro, calls.prepare), True
         self._step = TrainingStep(context, calls, lambda loss: self.accelerator.backward(loss))  # may be replaced
         self._optimizers = Optimizers(context, calls)
-        self._evaluation = Evaluation(context, calls, self._step)
+        self._evaluation = Evaluation(context, calls, self._step.evaluation_loader)
         self._saver = CheckpointSaver(context, calls)
         self._script = ScriptMethods(context, calls)
 
@@ -224,7 +213,7 @@ class SFTTrainer:
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model's own loss can be divided by a given number of tokens."""
+        """Whether the model's own loss takes the number of tokens to divide by."""
         return self._step.model_accepts_loss_kwargs
 
     @property
@@ -246,36 +235,44 @@ class SFTTrainer:
             raise ConfigError("model_init returned None; expected a model.")
         return model
 
+    @property
+    def loop(self) -> Loop:
+        """The training loop; an error before `prepare()`."""
+        _ = self._context.run  # an error if there is none
+        assert self._loop is not None
+        return self._loop
+
     def prepare(self) -> Loop:
         """Shard the model, read its weights and make the optimizer; the training loop. All ranks must call it.
 
         Only the first call does the work; later ones return the same loop.
         """
-        if self._context.prepared is None:
+        if self._context.sharded is None:
             self._preparing = True
             try:
-                self._context.prepared = self._prepare()
+                self._loop, self._context.sharded = self._prepare()
             finally:
                 self._preparing = False
-        return self._context.prepared.loop
+        return self.loop
 
-    def _prepare(self) -> Prepared:
-        config, parts = self.args, self.parts
+    def _prepare(self) -> tuple[Loop, ShardedRun]:
+        config, parts, events = self.args, self.parts, self.callback_handler
         steps = self._step.train_steps() if parts.train is not None else None
-        total = total_steps(config, steps)
         boards = loggers.opener(config.report_to, config.to_dict(), config.run_name, config.logging_dir)
-        reporter = Reporter(run_dir.place_of(config), total, config.progress, boards)
-        first = run_dir.first_adapter(config) if parts.from_weights and run_dir.resumes(config) else None
+        reporter = Reporter(output_dir.output_path(config), total_steps(config, steps), config.progress, boards)
+        first = output_dir.first_adapter(config) if parts.from_weights and output_dir.resumes(config) else None
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)
         hub = Hub(config, writer, reporter.say) if config.push_to_hub else None
-        samples = Samples(*self._samples, parts.model, reporter.samples) if self._samples is not None else None
-        (events := self.callback_handler).own = [one for one in (reporter.events, samples, hub) if one is not None]
+        samples = Samples(self._samples, parts.model, reporter.samples) if self._samples is not None else None
+        events.own = [one for one in (reporter.events, samples, hub) if one is not None]
         events.state.log_history = reporter.history
         events.meet()
         loop, self.estimate = assemble.build_loop(config, parts, reporter, first, steps, self._functions())
         events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
-        events.own += step_watchers(reporter.folder, loop)
-        return Prepared(loop, writer, hub)
+        events.own += step_watchers(reporter.folder, loop.state)
+        return loop, ShardedRun(
+            loop.state, loop.head, loop.steps.isolate_documents, loop.snapshot, reporter, writer, hub
+        )
 
     def _functions(self) -> TrainerFunctions:
         """What the run calls of this trainer, with a script's overrides."""
@@ -283,10 +280,10 @@ class SFTTrainer:
         return TrainerFunctions(
             self._context.micro, self.callback_handler,
             StepFunctions(
-                step.items, calls.training_step, calls.floating_point_ops, calls._clip_grad_norm, step.add_flos
+                step.num_items, calls.training_step, calls.floating_point_ops, calls._clip_grad_norm, step.add_flos
             ),
             LoopFunctions(
-                step.counted, evaluation.evaluate_in_training, evaluation.is_best, self._saver.save_in_training,
+                step.count_tokens, evaluation.evaluate_in_training, evaluation.is_best, self._saver.save_in_training,
                 step.log_in_training,
             ),
             calls.store_flos, self._optimizers.make, self._optimizers.are_own, step.is_own_loss,
@@ -313,44 +310,46 @@ class SFTTrainer:
         if self._trained and self.model_init is not None:
             self._begin_with_new_model()
         self.is_in_train, self._context.ignored_keys = True, ignore_keys_for_eval
-        with self.own_folder() as earlier:
+        with self._folder.locked(self.args) as earlier:
             loop = self.prepare()
             if self._trained:
                 self._begin_again(loop, earlier.resumes)
             self.callback_handler.begin(loop.total, loop.loader, loop.reporter.history)
             if not earlier.resumes:
-                agree(self._replace_earlier, "start of the run")
+                self._folder.replace_earlier(self.args, self._write_run)
             try:
                 return self._train(loop, earlier)
             finally:
-                self.is_in_train, self._trained = False, True
+                self.is_in_train, self._trained, self._folder.is_own = False, True, True
                 loop.reporter.close()  # whatever happened, the terminal is left in order
                 if sys.exception() is not None and runtime.is_main():
-                    report_run(self.args, run_dir.place_of(self.args))  # of what there is until now
+                    write_run_report(self.args, output_dir.output_path(self.args))  # of what there is until now
 
     def _train(self, loop: Loop, earlier: EarlierRun) -> Any:
         from transformers.trainer_utils import TrainOutput
 
-        assert self._context.prepared is not None
-        self._context.prepared.writer.keep_first()
+        self._context.run.writer.keep_first()
         with self._saver.open_checkpoints() as checkpoints:
-            if earlier.resumes or run_dir.named_checkpoint(self.args) is not None:
-                self._resume(loop, checkpoints, earlier)
-                agree(self._write_settings, "settings of the run")
+            if earlier.resumes or output_dir.named_checkpoint(self.args) is not None:
+                self._folder.resume(self.args, loop, checkpoints, earlier)
+                agree(self._write_run, "settings of the run")
             self._context.began, first = time.time(), loop.progress.step
             loop.run(checkpoints)
-            run_facts.write_data(self.args, self.parts, loop.streamed)
-            metrics = self._evaluation.closing_metrics(loop, first)
+            write_data(self.args, self.parts, loop.streamed)
+            metrics = self._evaluation.closing_metrics(first, loop.total)
             self.log(metrics)
             self._load_best_model()
         self.callback_handler("on_train_end")
         return TrainOutput(loop.progress.step, loop.progress.mean_loss, metrics)
 
+    def _write_run(self) -> None:
+        write_run(self.args, self.parts, self._run.notes, self.loop.total, self.estimate)
+
     def _begin_again(self, loop: Loop, resumes: bool) -> None:
         """Start a second training, with the model and the optimizer as they are and a new schedule."""
         loop.begin_again()
         if not resumes:
-            on_rank_0(lambda: run_dir.remove_checkpoints(self.args), "second training")
+            on_rank_0(lambda: output_dir.remove_checkpoints(self.args), "second training")
         if self._optimizers.made_schedule:
             self.lr_scheduler = None
             self.create_scheduler(loop.total)
@@ -363,91 +362,29 @@ class SFTTrainer:
         self.parts = assemble.gather_parts(
             dataclasses.replace(self._run, model=self.call_model_init()), self._context.say
         )
-        self.callback_handler.model, self._context.prepared, self._trained = self.parts.model, None, False
-        self._folder_checked = True
+        self.callback_handler.model, self._context.sharded, self._trained = self.parts.model, None, False
 
-    @contextlib.contextmanager
-    def own_folder(self) -> Iterator[EarlierRun]:
-        """Lock the output folder for this run, once what it holds has been checked. Inside, it may be entered again."""
-        if self._folder is not None:
-            yield self._folder
-            return
-        locks: list[FolderLock] = []
-
-        def lock() -> EarlierRun:
-            if not self._folder_checked and not self._trained:
-                run_dir.check_contents(self.args, self._context.inputs)
-            locks.append(run_dir.open_folder(self.args))
-            return EarlierRun(run_dir.read_settings(run_dir.place_of(self.args)), run_dir.resumes(self.args))
-
-        try:
-            self._folder = on_rank_0(lock, "output directory")
-            self._folder_checked = False  # what the run writes is there when it is entered again later
-            yield self._folder
-        finally:
-            self._folder = None
-            for held in locks:
-                held.release()
+    def locked_folder(self) -> contextlib.AbstractContextManager[Any]:
+        """Lock the output folder for this run, once its contents have been checked."""
+        return self._folder.locked(self.args)
 
     def summary(self) -> results.Summary:
         """The outcome of the run so far."""
         return self._saver.summary()
-
-    def _replace_earlier(self) -> None:
-        if runtime.is_main():
-            if note := run_dir.remove_earlier(self.args):
-                self._context.say(note)
-            self._write_settings()
-
-    def _resume(self, loop: Loop, checkpoints: CheckpointManager, earlier: EarlierRun) -> None:
-        named = run_dir.named_checkpoint(self.args)
-        if named is not None and not (run_dir.restarted() and checkpoints.latest() is not None):
-            self.accelerator.load_state(str(named))
-        elif checkpoints.latest() is None:
-            self._context.say("restarted before the first checkpoint: starting from the beginning")
-            return
-        else:
-            loop.restore(checkpoints)
-        self._context.say(f"resumed at step {loop.progress.step} of {loop.total}")
-        self._forget_lost_best(loop, checkpoints)
-        if not runtime.is_main() or earlier.settings is None or not earlier.resumes:
-            return
-        if (found := run_dir.describe_changes(earlier.settings, self.args)).startswith("Changed"):
-            runtime.get_logger().warning("resumed with other settings. %s", found)
-
-    def _forget_lost_best(self, loop: Loop, checkpoints: CheckpointManager) -> None:
-        """Forget a best checkpoint that is in the folder of the resumed run only: it cannot be loaded at the end."""
-        progress, there = loop.progress, agree(checkpoints.all_steps, "list of checkpoints")[0]
-        if not self.args.load_best_model_at_end or progress.best_step is None or progress.best_step in there:
-            return
-        if runtime.is_main():
-            runtime.get_logger().warning(
-                "the best checkpoint so far, of step %d, is not in %s: the best one is chosen among later evaluations",
-                progress.best_step,
-                checkpoints.path,
-            )
-        progress.best_step = progress.best_value = self.state.best_metric = self.state.best_global_step = None
-
-    def _write_settings(self) -> None:
-        if runtime.is_main():
-            planned = self.estimate.to_json() if self.estimate is not None else None
-            run_facts.write_facts(self.args, self.parts, self._run.notes, self.loop.total, planned)
-            # Beside the checkpoints from the start, so that they can be used before the run has ended.
-            save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
 
 
 def train_run(run: CheckedRun) -> None:
     """Train a checked run, save its result and print where everything is: what `fullshard sft` does on each rank."""
     if not run.folder_checked:
         assemble.join_ranks(run.engine)
-        on_rank_0(functools.partial(run_dir.check_folder, run.config, run.inputs), "output directory")
+        on_rank_0(functools.partial(output_dir.check_output_dir, run.config, run.inputs), "output directory")
         run = dataclasses.replace(run, folder_checked=True)
-    trainer = SFTTrainer.of(run)
-    with trainer.own_folder():  # until the result is written
+    trainer = SFTTrainer.from_checked(run)
+    with trainer.locked_folder():  # until the result is written
         trainer.train()
         trainer.save_model()
     if trainer.loop.reporter.mode not in ("quiet", "json"):
-        results.show(trainer.summary())
+        results.show_results(trainer.summary())
 
 
 def _with_downloads(run: CheckedRun, config: SFTConfig, parts: Parts) -> dict[str, list[Path]]:
@@ -456,16 +393,8 @@ def _with_downloads(run: CheckedRun, config: SFTConfig, parts: Parts) -> dict[st
     resolved = {name: [place] for name, place in downloads.items() if place is not None}
     if run.train is not None:
         new = {name: places for name, places in resolved.items() if name not in run.inputs}
-        refuse_inputs(run_dir.place_of(config), "output_dir", new)
+        refuse_inputs(output_dir.output_path(config), "output_dir", new)
     return {**{name: list(paths) for name, paths in run.inputs.items()}, **resolved}
-
-
-def _choose_samples(config: SFTConfig, parts: Parts) -> tuple[Any, Any] | None:
-    """The prompts to answer at each evaluation, and what ends an answer."""
-    if not (config.eval_samples or config.sample_prompts):
-        return None
-    rows = next(iter(parts.evaluation.values())) if isinstance(parts.evaluation, dict) else parts.evaluation
-    return choose_prompts(config, parts.model, rows, parts.tokenizer), stop_criteria(parts.model, parts.tokenizer)
 
 
 def _printer(progress: str) -> Callable[[str], None]:

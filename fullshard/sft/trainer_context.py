@@ -1,30 +1,77 @@
-"""What the parts of one trainer share: the settings, the script's objects, and the loop once there is one."""
+"""The values that the parts of one trainer share: settings, model and data, the script's objects, the sharded run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fullshard.config.errors import ConfigError
 from fullshard.config.paths import Inputs
+from fullshard.data.loader import Batch
+from fullshard.data.stream import Stream
+from fullshard.data.token_table import TokenTable
+from fullshard.models.chunked_loss import ChunkedLossHead
+from fullshard.models.packed_inputs import PackingMethod
+from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.estimate import Estimate
+from fullshard.report.reporter import Reporter
+from fullshard.sft import adapter
 from fullshard.sft.callbacks import Callbacks
 from fullshard.sft.hub import Hub
-from fullshard.sft.loop import Loop
-from fullshard.sft.micro_batch import MicroBatch
 from fullshard.sft.results import ResultWriter
-from fullshard.sft.run_parts import Parts
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.training_state import MicroBatch, TrainingState
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run consists of before its model is sharded: model, adapter, tokenizer and data."""
+
+    engine: EngineSettings
+    model: Any
+    """The model with its adapter. `assemble.build_loop` shards it in place."""
+    base: Path | None
+    """The folder with the weights; None for a model in memory, which has its weights."""
+    adapter: Path | None
+    """The folder of the adapter to resume."""
+    tokenizer: Any
+    new_adapter: bool
+    """Whether the run has added a new adapter to the model."""
+    grown: bool
+    """Whether the model has more token rows than its files."""
+    own_tables: bool
+    """Whether embedding and head are saved with the adapter, because those of its base differ."""
+    packing: PackingMethod | None
+    """How the model receives packed rows; None without packing."""
+    train: TokenTable | Stream | None
+    evaluation: TokenTable | dict[str, TokenTable] | None
+    """Several sets by name, where the script has a dict."""
+    adapter_config: Any = None
+    """PEFT's configuration of the adapter, with the tokens that train beside it."""
+
+    @property
+    def from_weights(self) -> bool:
+        """Whether the new adapter is initialized from the base weights (PiSSA, OLoRA)."""
+        return self.new_adapter and adapter.starts_from_weights(self.model)
 
 
 @dataclass
-class Prepared:
-    """A run whose model is sharded."""
+class ShardedRun:
+    """What evaluating, logging and saving need of a run whose model is sharded."""
 
-    loop: Loop
+    state: TrainingState
+    head: ChunkedLossHead
+    isolate_documents: Callable[[Batch], AbstractContextManager[None]]
+    """Surrounds forward passes over a batch, so that packed documents do not see each other."""
+    snapshot: Callable[[], dict[str, Any]]
+    """The objects and values that a checkpoint holds. All ranks must call it."""
+    reporter: Reporter
     writer: ResultWriter
     hub: Hub | None
+    """The uploads of the run, if it uploads."""
 
 
 @dataclass
@@ -38,7 +85,7 @@ class TrainerContext:
     inputs: Inputs
     """The paths that the run reads, by setting."""
     micro: MicroBatch = field(default_factory=MicroBatch)
-    prepared: Prepared | None = None
+    sharded: ShardedRun | None = None
     estimate: Estimate | None = None
     """What the run was planned to need; on the first rank."""
 
@@ -48,7 +95,7 @@ class TrainerContext:
     compute_metrics: Any = None
     preprocess_logits_for_metrics: Any = None
     formatting_func: Callable[[Any], str] | None = None
-    """Makes the text of each row, also of rows that `evaluate` is given."""
+    """Makes the text of each row, also of rows that a script evaluates."""
     optimizer: Any = None
     lr_scheduler: Any = None
     optimizer_cls_and_kwargs: Any = None
@@ -62,20 +109,15 @@ class TrainerContext:
     current_gradient_accumulation_steps: int = 1
 
     @property
-    def loop(self) -> Loop:
-        """The training loop that `prepare()` has made."""
-        if self.prepared is None:
+    def run(self) -> ShardedRun:
+        """The sharded run; an error before `prepare()`."""
+        if self.sharded is None:
             raise ConfigError("the model is not sharded yet; call trainer.prepare(), train() or evaluate() first.")
-        return self.prepared.loop
-
-    @property
-    def hub(self) -> Hub | None:
-        """The uploads of the run, if it uploads."""
-        return self.prepared.hub if self.prepared is not None else None
+        return self.sharded
 
 
 class Shared:
-    """An attribute of the trainer that lies in its context, under the same name unless another is given."""
+    """An attribute of the trainer that is stored in its context, under the same name unless another is named."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""What one training step consists of, under transformers' names: batches, loss, backward, optimizer, schedule, logging.
+"""What an optimizer step consists of, under transformers' names: batches, loss, gradients, optimizer, logging.
 
 A subclass of the trainer may override these methods (`overrides.py`); what it inherits is what this engine does.
 Batches that a script's own code gets are as transformers gives them, `num_items_in_batch` included: the number of
@@ -18,7 +18,7 @@ import torch
 
 from fullshard.config.errors import ConfigError
 from fullshard.data.loader import Batch, Step
-from fullshard.data.pretokenized import IGNORED
+from fullshard.data.token_table import TokenTable
 from fullshard.device.torch_private import version_of
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange
@@ -27,12 +27,20 @@ from fullshard.models.attention_masks import BLOCK
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.router_loss import has_router_loss
-from fullshard.models.token_loss import known_count
 from fullshard.parallel.prepare import rebind
-from fullshard.sft.batches import COUNTED, ScriptLoader, Steps, make_collator, make_loader
-from fullshard.sft.optimizer import make_from_class, make_optimizer, make_schedule
+from fullshard.sft.base_model import uses_flash
+from fullshard.sft.batches import (
+    UNKNOWN_COUNT,
+    ScriptLoader,
+    StepLoader,
+    Steps,
+    make_collator,
+    make_evaluation_loader,
+    make_loader,
+    trained_tokens,
+)
+from fullshard.sft.optimizer import make_optimizer, make_schedule, optimizer_from_class
 from fullshard.sft.overrides import Calls
-from fullshard.sft.read_model import uses_flash
 from fullshard.sft.trainer_context import TrainerContext
 
 
@@ -54,9 +62,14 @@ class TrainingStep:
         data = self._context.parts.train
         if data is None:
             raise ConfigError("there is no train_dataset to train on.")
-        return make_loader(self._context.args, data, self.collator(seen := self.batches_are_seen), seen)
+        return make_loader(self._context.args, data, self._collator(seen := self.batches_are_seen), seen)
 
-    def collator(self, seen: bool) -> Any:
+    def evaluation_loader(self, table: TokenTable) -> StepLoader:
+        """This rank's batches of the rows of an evaluation, in order."""
+        seen = self.batches_are_seen or self._context.compute_metrics is not None
+        return make_evaluation_loader(self._context.args, table, self._collator(seen), seen)
+
+    def _collator(self, seen: bool) -> Any:
         model, pad = self._context.parts.model, self._context.parts.tokenizer.pad_token_id
         block = BLOCK if is_own(get_causal_lm(model).config) else None
         return make_collator(
@@ -65,11 +78,11 @@ class TrainingStep:
 
     def train_steps(self) -> Steps:
         """The steps of what `get_train_dataloader` returns."""
-        given = self._calls.get_train_dataloader()
-        self._context.events.train_dataloader = given
-        if hasattr(given, "next_epoch"):
-            return given
-        return ScriptLoader(given, self._context.args.gradient_accumulation_steps, "get_train_dataloader")
+        loader = self._calls.get_train_dataloader()
+        self._context.events.train_dataloader = loader
+        if hasattr(loader, "next_epoch"):
+            return loader
+        return ScriptLoader(loader, self._context.args.gradient_accumulation_steps, "get_train_dataloader")
 
     @property
     def batches_are_seen(self) -> bool:
@@ -81,17 +94,17 @@ class TrainingStep:
         """Whether loss and batches are the engine's own, not a script's."""
         return self._context.data_collator is None and not self.batches_are_seen
 
-    def counted(self, step: Step) -> Step:
+    def count_tokens(self, step: Step) -> Step:
         """A step with the number of its trained tokens, over all ranks."""
         self._context.current_gradient_accumulation_steps = len(step.batches)
-        known = step.pick.targets != COUNTED and self._context.data_collator is None
+        known = step.pick.targets != UNKNOWN_COUNT and self._context.data_collator is None
         if known and not self._calls.is_overridden("get_batch_samples", "_get_num_items_in_batch"):
             return step
         real = [batch for batch, rows in zip(step.batches, step.mine, strict=True) if rows]
-        taken, items = self._calls.get_batch_samples(iter(real), len(real), runtime.device())
-        others = iter(taken)
+        samples, items = self._calls.get_batch_samples(iter(real), len(real), runtime.device())
+        others = iter(samples)
         batches = [next(others, batch) if rows else batch for batch, rows in zip(step.batches, step.mine, strict=True)]
-        tokens = sum(exchange(sum(map(_tokens_in, taken)), "tokens of the step"))
+        tokens = sum(exchange(sum(map(_tokens_in, samples)), "tokens of the step"))
         pick = replace(step.pick, targets=int(items) if items is not None else 1, tokens=tokens)
         return replace(step, pick=pick, batches=batches)
 
@@ -103,7 +116,7 @@ class TrainingStep:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         return sum(exchange(sum(trained_tokens(batch.get("labels")) for batch in batch_samples), "trained tokens"))
 
-    def items(self, step: Step) -> Any:
+    def num_items(self, step: Step) -> Any:
         """The number of trained tokens of a step, as `training_step` gets it."""
         count = max(1, step.pick.targets)
         if not self._context.args.average_tokens_across_devices and runtime.world_size() > 1:
@@ -127,7 +140,7 @@ class TrainingStep:
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model's own loss can be divided by a given number of tokens."""
+        """Whether the model's own loss takes the number of tokens to divide by."""
         model = get_causal_lm(self._context.parts.model)
         accepts = getattr(model, "accepts_loss_kwargs", None)
         if accepts is not None:
@@ -139,9 +152,9 @@ class TrainingStep:
         """A batch on this rank's device."""
         labels = inputs.get("labels")
         moved: dict[str, Any] = {name: self._calls._prepare_input(value) for name, value in inputs.items()}
-        if isinstance(labels, torch.Tensor) and isinstance(there := moved["labels"], torch.Tensor):
+        if isinstance(labels, torch.Tensor) and isinstance(on_device := moved["labels"], torch.Tensor):
             # Counted on the host, so that the loss need not wait for the device.
-            there.trained_tokens = (trained_tokens(labels), version_of(there))
+            on_device.trained_tokens = (trained_tokens(labels), version_of(on_device))
         return moved
 
     def _prepare_input(self, data: Any) -> Any:
@@ -171,13 +184,13 @@ class TrainingStep:
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of a micro-batch, with the outputs of the model if they are asked for.
+        """The loss of a micro-batch, and with `return_outputs` the outputs of the model.
 
         Without `num_items_in_batch`, it is a mean over the trained tokens of the micro-batch. With it, it is their sum
         × ranks / `num_items_in_batch`: gradients are averaged over the ranks, so the step is the mean over the trained
         tokens of all ranks.
         """
-        head, labels = self._context.loop.head, inputs.get("labels")
+        head, labels = self._context.run.head, inputs.get("labels")
         if self._context.compute_loss_func is not None:
             return self._script_loss(model, inputs, return_outputs, num_items_in_batch)
         if labels is None:
@@ -213,9 +226,9 @@ class TrainingStep:
 
     @torch.no_grad()
     def _measure(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Accuracy, entropy if asked for, and the routers' loss of a model's outputs."""
+        """Accuracy, entropy if it is logged, and the routers' loss of a model's outputs."""
         logits, tokens = outputs["logits"][:, -labels.shape[1] :], trained_tokens(labels)
-        measured, head = self._context.micro.measured, self._context.loop.head
+        measured, head = self._context.micro.measured, self._context.run.head
         measured[:2] += whole_cross_entropy(logits, labels, entropy=head.entropy).sums[1:]
         if (router_loss := outputs.get("aux_loss")) is not None:
             measured[2] += router_loss.double() * tokens
@@ -265,7 +278,7 @@ class TrainingStep:
         """Record metrics, show them, and call the callbacks."""
         state = self._context.events.state
         logs["epoch"] = state.epoch
-        self._context.loop.reporter.log(state.global_step, logs)
+        self._context.run.reporter.log(state.global_step, logs)
         self._context.events("on_log", logs=logs)
 
     def log_in_training(self, logs: dict[str, float]) -> None:
@@ -280,10 +293,10 @@ class Optimizers:
     def __init__(self, context: TrainerContext, calls: Calls) -> None:
         self._context, self._calls = context, calls
         self.made_schedule = False
-        """Whether `lr_scheduler` was made here, so that a second training makes another."""
+        """Whether `lr_scheduler` is one of these, so that a second training makes another."""
 
     def make(self, num_training_steps: int) -> tuple[Any, Any]:
-        """The optimizer and the schedule of a run with so many steps."""
+        """The optimizer and the schedule of a run of this many steps."""
         self._calls.create_optimizer_and_scheduler(num_training_steps)
         return self._context.optimizer, self._context.lr_scheduler
 
@@ -293,34 +306,32 @@ class Optimizers:
         self._calls.create_scheduler(num_training_steps)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make `optimizer`, unless there is one; one that a script made gets the sharded parameters."""
-        model = model if model is not None else self._context.parts.model
-        if self._context.optimizer is None:
+        """Make `optimizer`, unless there is one; a script's own gets the sharded parameters."""
+        context, model = self._context, model if model is not None else self._context.parts.model
+        if context.optimizer is None:
             decayed = set(self._calls.get_decay_parameter_names(model))
-            if self._context.optimizer_cls_and_kwargs is not None:
-                kind, options = self._context.optimizer_cls_and_kwargs
-                self._context.optimizer = make_from_class(
-                    model, kind, options, self._context.args.weight_decay, decayed
-                )
+            if context.optimizer_cls_and_kwargs is not None:
+                kind, options = context.optimizer_cls_and_kwargs
+                context.optimizer = optimizer_from_class(model, kind, options, context.args.weight_decay, decayed)
             else:
-                self._context.optimizer = make_optimizer(model, self._context.args, decayed)
-        self._context.optimizer = rebind(self._context.optimizer)
-        return self._context.optimizer
+                context.optimizer = make_optimizer(model, context.args, decayed)
+        context.optimizer = rebind(context.optimizer)
+        return context.optimizer
 
     @property
     def are_own(self) -> bool:
         """Whether the optimizer is the one that the settings name."""
-        given = self._context.optimizer is not None or self._context.optimizer_cls_and_kwargs is not None
-        return not given and not self._calls.is_overridden("create_optimizer")
+        context = self._context
+        from_script = context.optimizer is not None or context.optimizer_cls_and_kwargs is not None
+        return not from_script and not self._calls.is_overridden("create_optimizer")
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make `lr_scheduler`, unless there is one."""
-        if self._context.lr_scheduler is None:
-            self._context.lr_scheduler = make_schedule(
-                optimizer or self._context.optimizer, self._context.args, num_training_steps
-            )
+        context = self._context
+        if context.lr_scheduler is None:
+            context.lr_scheduler = make_schedule(optimizer or context.optimizer, context.args, num_training_steps)
             self.made_schedule = True
-        return self._context.lr_scheduler
+        return context.lr_scheduler
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """The parameters with weight decay: matrices. Vectors (biases, norms) have none."""
@@ -333,21 +344,14 @@ class Optimizers:
     def get_optimizer_group(self, param: Any = None) -> Any:
         """The parameter group of a parameter, or the parameters of all groups."""
         groups = self._groups()
-        found = (group for group in groups if any(param is each for each in group["params"]))
-        return next(found, None) if param is not None else [group["params"] for group in groups]
+        if param is None:
+            return [group["params"] for group in groups]
+        return next((group for group in groups if any(param is each for each in group["params"])), None)
 
     def _groups(self) -> list[dict[str, Any]]:
         if self._context.optimizer is None:
             raise ConfigError("there is no optimizer yet; call trainer.prepare() or train() first.")
         return self._context.optimizer.param_groups
-
-
-def trained_tokens(labels: Any) -> int:
-    """The number of labels that contribute to the loss."""
-    if labels is None:
-        return 0
-    known = known_count(labels)
-    return known if known is not None else int((labels[..., 1:] != IGNORED).sum())
 
 
 def _tokens_in(batch: Batch) -> int:

@@ -21,7 +21,7 @@ from fullshard.checkpoint.inspect import inspect_checkpoint, lines
 from fullshard.checkpoint.manifest import MANIFEST, _digest
 from fullshard.config.errors import CheckpointError, UserError
 from fullshard.distributed import runtime
-from fullshard.sft.run_progress import check_progress
+from fullshard.sft.training_state import check_progress
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
 from tests.pool import ranks
 
@@ -218,7 +218,7 @@ def _llama(folder):
 def test_the_progress_of_a_run_is_checked(change):
     from dataclasses import asdict
 
-    from fullshard.sft.run_progress import Progress
+    from fullshard.sft.training_state import Progress
 
     good = {**asdict(Progress(step=3, best_value=-0.5, best_step=2)), "window": {"steps": 1, "loss": 2.5}}
     check_progress({"progress": good})

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fullshard.config.errors import ConfigError, DataError, UserError
 from fullshard.data.row_formats import parse_row
 from fullshard.data.sources import DataSource, chain, file_source, hold_back, mix, row_source
-from fullshard.sft.dataset_options import find
+from fullshard.sft.run_data import find_run_data
 from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import text_rows, write_rows
 
@@ -197,16 +197,16 @@ def place(tmp_path: Path) -> Path:
 
 def test_several_sets_by_options(place: Path) -> None:
     names = f"{place}/0, {place}/1"
-    train, evaluation = find(config(dataset_name=names))
+    train, evaluation = find_run_data(config(dataset_name=names))
     assert evaluation is not None and texts(evaluation) == ["0:test 0", "1:test 0"]
     assert [of(t) for t in texts(train)] == [0] * 6 + [1] * 3
-    train, evaluation = find(config(dataset_name=names, dataset_weights="1,1"))
+    train, evaluation = find_run_data(config(dataset_name=names, dataset_weights="1,1"))
     assert [of(t) for t in texts(train)] == ([0, 1] * 6)[:11] and evaluation is not None and len(texts(evaluation)) == 2
-    train, _ = find(config(dataset_name=names, dataset_weights="1,1", stopping_strategy="first_exhausted"))
+    train, _ = find_run_data(config(dataset_name=names, dataset_weights="1,1", stopping_strategy="first_exhausted"))
     assert [of(t) for t in texts(train)] == [0, 1, 0, 1, 0, 1]
-    train, evaluation = find(config(dataset_name=names, val_size=2))
+    train, evaluation = find_run_data(config(dataset_name=names, val_size=2))
     assert evaluation is None and len(texts(train)) == 9  # the trainer holds rows back
-    train, evaluation = find(config(dataset_name=f"{place}/0,{place}/one.jsonl"))
+    train, evaluation = find_run_data(config(dataset_name=f"{place}/0,{place}/one.jsonl"))
     assert evaluation is not None and texts(evaluation) == ["0:test 0"]
 
 
@@ -232,13 +232,13 @@ def test_options_that_do_not_fit(place: Path, values: dict[str, Any], said: str)
     given = {"dataset_name": f"{place}/0,{place}/1", "max_steps": 1, **values}
     given["dataset_name"] = given["dataset_name"].format(place)
     with pytest.raises(UserError, match=said):
-        find(config(**given), check_rows=True)
+        find_run_data(config(**given), check_rows=True)
 
 
 def test_bad_rows_do_not_stop_a_run_that_skips_them(place: Path) -> None:
     (place / "one.jsonl").write_text("{\n" + json.dumps({"text": "good"}) + "\n")
     values = {"dataset_name": f"{place}/one.jsonl", "eval_strategy": "no"}
     with pytest.raises(DataError, match=r"one.jsonl, line 1: not JSON"):
-        find(config(**values), check_rows=True)
-    train, _ = find(config(**values, on_bad_row="skip"), check_rows=True)
+        find_run_data(config(**values), check_rows=True)
+    train, _ = find_run_data(config(**values, on_bad_row="skip"), check_rows=True)
     assert len(list(train.rows(None))) == 2

@@ -21,7 +21,7 @@ from fullshard.data.sources import row_source
 from fullshard.data.token_table import table_key
 from fullshard.data.tokenize import encode_chunk
 from fullshard.sft.batches import describe_data, make_collator, make_stream, make_table, text_settings
-from fullshard.sft.dataset_options import script_source, streamed
+from fullshard.sft.run_data import script_source, stream_if_iterable
 from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
@@ -179,7 +179,7 @@ def test_settings_that_contradict_each_other() -> None:
 
 @pytest.mark.parametrize("name", ["eos_token", "pad_token"])
 def test_the_tokens_that_end_and_fill_rows(name: str) -> None:
-    from fullshard.sft.model import prepared_tokenizer
+    from fullshard.sft.vocabulary import prepared_tokenizer
 
     tokenizer = make_tokenizer()
     prepared_tokenizer(SFTConfig(**{name: "<s>"}), tokenizer)
@@ -230,11 +230,11 @@ def test_an_iterable_data_set_is_streamed_in_its_order(tmp_path: Path) -> None:
 
     given = datasets.Dataset.from_list(text_rows(5))
     config, notes = SFTConfig(max_steps=2, cache_dir=str(tmp_path)), list[str]()
-    assert streamed(config, given, notes) is config and not notes
-    found = streamed(config, given.to_iterable_dataset(), notes)
+    assert stream_if_iterable(config, given, notes) is config and not notes
+    found = stream_if_iterable(config, given.to_iterable_dataset(), notes)
     assert found.streaming and found.train_sampling_strategy == "sequential" and len(notes) == 1
     with pytest.raises(ConfigError, match="streaming needs max_steps"):
-        streamed(SFTConfig(), given.to_iterable_dataset(), notes)
+        stream_if_iterable(SFTConfig(), given.to_iterable_dataset(), notes)
     for formatting in (None, lambda row: f"{row['text']} and salt"):
         sources = [script_source(data, "rows", config, formatting) for data in (given, given.to_iterable_dataset())]
         rows = prepared_rows(make_stream(config, sources[1], make_tokenizer()))

@@ -17,9 +17,9 @@ from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.prepared_rows import prepared_rows
 from fullshard.data.sources import row_source
 from fullshard.sft.batches import make_table
-from fullshard.sft.dataset_options import script_source
-from fullshard.sft.model import prepared_tokenizer
+from fullshard.sft.run_data import script_source
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.vocabulary import prepared_tokenizer
 from tests.data import trl_tokens
 from tests.data.trl_tokens import CASES, Case
 

@@ -31,7 +31,7 @@ from fullshard.launch import agent, command, sft_command
 from fullshard.launch.config import launch_options
 from fullshard.launch.plan_command import plan_options
 from fullshard.parallel.settings import EngineSettings
-from fullshard.sft import preview, read_model, trainer
+from fullshard.sft import base_model, preview, trainer
 from fullshard.sft.cli_args import command_options
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.sft.tiny import make_folder
@@ -285,7 +285,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def look(run: Any) -> None:
     """What a run reads before it trains, in place of its training: data, tokenizer and model."""
     preview.preview_run(run)
-    read_model.read_model(run.config, Path(run.model), torch.device("cpu"), print)
+    base_model.read_model(run.config, Path(run.model), torch.device("cpu"), print)
 
 
 @pytest.fixture

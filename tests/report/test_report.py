@@ -237,5 +237,5 @@ def test_whether_a_run_has_finished(tmp_path, lines, events, finished):
 
 
 def test_a_folder_that_a_run_has_only_locked_is_accepted(tmp_path, monkeypatch):
-    monkeypatch.setattr("fullshard.report.command.owner_of", lambda folder: "process 1")
+    monkeypatch.setattr("fullshard.report.command.lock_owner", lambda folder: "process 1")
     assert run_folder(str(tmp_path)) == tmp_path

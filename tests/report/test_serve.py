@@ -20,7 +20,7 @@ from tests.pool import ROOT
 from tests.report.made_run import CLOSING, evaluation_record, made_run, training_record, write_lines
 
 HOLD = (
-    "import sys, pathlib; from fullshard.sft.run_lock import FolderLock\n"
+    "import sys, pathlib; from fullshard.sft.output_dir import FolderLock\n"
     "FolderLock(pathlib.Path(sys.argv[1])).take(); print('held', flush=True); sys.stdin.read()"
 )
 """A run as far as others can tell: a process that holds the lock of the folder until it ends."""

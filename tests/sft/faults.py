@@ -43,7 +43,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "evaluation": (evaluation.Evaluation, "_evaluate"),
     "saving": (manager.CheckpointManager, "save"),
     "export": (results.ResultWriter, "export"),
-    "end": (results, "show"),
+    "end": (results, "show_results"),
 }
 """Where a rank can be lost: before the n-th call of a function."""
 START = ("script", "connecting", "meeting", "joining", "sharing", "comparing")

@@ -25,7 +25,7 @@ from fullshard.distributed import runtime
 from fullshard.lora.adapter_config import FIRST
 from fullshard.models.generate import StopCriteria, answer
 from fullshard.sft.optimizer import make_optimizer
-from fullshard.sft.run_dir import CHECKPOINTS
+from fullshard.sft.output_dir import CHECKPOINTS
 from fullshard.sft.trainer import SFTTrainer
 from fullshard.weights.load import load_pretrained
 from fullshard.weights.merge_adapter import merge_adapter

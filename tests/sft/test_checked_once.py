@@ -16,7 +16,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.data import find_dataset
 from fullshard.launch import command, sft_command
 from fullshard.sft import __main__ as rank_program
-from fullshard.sft import checked_run, cli_args, dataset_options, run_dir
+from fullshard.sft import checked_run, cli_args, output_dir, run_data
 from fullshard.sft.checked_run import RUN_VARIABLE
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
@@ -29,8 +29,8 @@ PATHS: list[Callable[..., Any]] = [
     checked_run.check_paths, checked_run.starting_point, checked_run.check_model_folder, checked_run.check_report_to,
     find_dataset.check_first_rows,
 ]  # fmt: skip
-FOLDER: list[Callable[..., Any]] = [run_dir.check_place, run_dir.check_contents]
-FOUND: list[Callable[..., Any]] = [dataset_options.find, run_dir.inputs_of]
+FOLDER: list[Callable[..., Any]] = [output_dir.check_output_path, output_dir.check_contents]
+FOUND: list[Callable[..., Any]] = [run_data.find_run_data, output_dir.input_paths]
 """What is local to a node, so that ranks look for it too."""
 
 
@@ -106,20 +106,20 @@ def test_a_trainer_checks_when_it_is_made_and_the_folder_when_it_trains(tmp_path
         trainer = SFTTrainer(str(place / "model"), args, train_dataset=str(place / "data" / "train.jsonl"))
     expected = {one.__qualname__: 1 for one in (
         SFTConfig.__post_init__, checked_run.sharding_settings, checked_run.starting_point, checked_run.check_report_to,
-        checked_run.check_model_folder, run_dir.check_place, run_dir.inputs_of,
+        checked_run.check_model_folder, output_dir.check_output_path, output_dir.input_paths,
     )}  # fmt: skip
     assert made == expected
     with counted() as trained:
         trainer.train()
-    assert trained == once([run_dir.check_contents])
+    assert trained == once([output_dir.check_contents])
 
 
 def test_a_path_that_this_node_lacks_is_named(tmp_path: Path) -> None:
     place = make_folder(tmp_path, rows=8)
     run = checked_run.check_command(cli_args.parse(words(place, tmp_path / "out")))
     handed = run.to_json()
-    assert checked_run.receive(handed).config.to_dict() == run.config.to_dict()
-    assert checked_run.receive(handed).engine == run.engine
+    assert checked_run.receive_run(handed).config.to_dict() == run.config.to_dict()
+    assert checked_run.receive_run(handed).engine == run.engine
     (place / "model").rename(place / "elsewhere")
     with pytest.raises(ConfigError, match=r"model_name_or_path: .*model does not exist"):
-        checked_run.receive(handed)
+        checked_run.receive_run(handed)

@@ -13,10 +13,10 @@ from fullshard.config.errors import ConfigError
 from fullshard.models.attention import is_own
 from fullshard.parallel.settings import EngineSettings
 from fullshard.sft import model_steps
+from fullshard.sft.base_model import choose_attention
 from fullshard.sft.checked_run import sharding_settings
 from fullshard.sft.cli_args import config_of
 from fullshard.sft.model_steps import choose_compilation
-from fullshard.sft.read_model import choose_attention
 from tests.pool import ranks
 from tests.sft.runs import losses, settings, train
 from tests.sft.tiny import make_model
@@ -36,7 +36,7 @@ def test_layers_are_compiled_on_gpus_where_it_pays(
     wanted: bool | None, device: str, steps: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(tmp_path, torch_compile=wanted)
-    monkeypatch.setattr(model_steps, "PAYS", 10 * model_steps.operations(config, 1000, 1))
+    monkeypatch.setattr(model_steps, "COMPILE_FROM", 10 * model_steps.training_flops(config, 1000, 1))
     engine = sharding_settings(config, None, [])
     assert choose_compilation(config, engine, 1000, steps, torch.device(device)).backend == backend
 

@@ -96,7 +96,7 @@ def _names_read() -> set[str]:
                 elif (
                     isinstance(node, ast.Constant)
                     and isinstance(node.value, str)
-                    and file.name in ("sft_config.py", "cli_args.py", "trainer_options.py")
+                    and file.name in ("sft_config.py", "cli_args.py", "training_arguments.py")
                 ):
                     found.add(node.value)
     return found

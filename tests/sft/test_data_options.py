@@ -16,9 +16,9 @@ from fullshard.data.sources import hold_back
 from fullshard.distributed import runtime
 from fullshard.sft.batches import make_table
 from fullshard.sft.cli_args import parse
-from fullshard.sft.dataset_options import find
-from fullshard.sft.model import prepared_tokenizer
+from fullshard.sft.run_data import find_run_data
 from fullshard.sft.trainer import SFTTrainer
+from fullshard.sft.vocabulary import prepared_tokenizer
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
 from tests.sft.runs import losses, settings
@@ -31,7 +31,7 @@ def documents(table: Any) -> list[str]:
 
 def trainer_of(place: Path, **changes: Any) -> SFTTrainer:
     config = settings(place, max_steps=1, eval_strategy="steps", dataset_name=f"{place}/a,{place}/b.csv", **changes)
-    data = find(config)
+    data = find_run_data(config)
     return SFTTrainer(make_model(), config, None, data.train, data.evaluation, tokenizer=make_tokenizer())
 
 
@@ -107,11 +107,11 @@ def test_data_sets_with_settings_of_their_own(tmp_path: Path, weights: str | Non
     config = settings(tmp_path, **mixture(tmp_path), **more)
     assert prepared_tokenizer(config, tokenizer).added[2:] == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     assert tokenizer.eos_token == "<|im_end|>", "the run's own template says where answers end"
-    table = make_table(config, find(config).train, tokenizer)
+    table = make_table(config, find_run_data(config).train, tokenizer)
     found = [document for row in range(len(table)) for document in table.documents(row)]
     written = [(tokenizer.decode(ids), tokenizer.decode(ids[mask.astype(bool)])) for ids, mask in found]
     assert written == (MIXED if weights is None else MIXED[:1])
-    again = make_table(config, find(config).train, tokenizer)
+    again = make_table(config, find_run_data(config).train, tokenizer)
     assert again.folder == table.folder, "kept under a name that follows from all of it"
 
 
@@ -119,7 +119,7 @@ def test_held_back_rows_know_their_data_set(tmp_path: Path) -> None:
     config, tokenizer = settings(tmp_path, **mixture(tmp_path)), make_tokenizer()
     prepared_tokenizer(config, tokenizer)
     for streaming in (False, True):
-        parts = hold_back(find(config).train, 3, seed=1, streaming=streaming)
+        parts = hold_back(find_run_data(config).train, 3, seed=1, streaming=streaming)
         texts = []
         for part in parts:
             table = make_table(config, part, tokenizer)
@@ -143,7 +143,7 @@ def test_wrong_settings_of_a_data_set(case: str, tmp_path: Path, monkeypatch: py
     Path("a.csv").write_text("text\nbread\n")
     given, said = WRONG[case]
     with pytest.raises(ConfigError, match=said):
-        find(settings(tmp_path, dataset_name="a.csv", dataset_settings=given))
+        find_run_data(settings(tmp_path, dataset_name="a.csv", dataset_settings=given))
 
 
 def test_settings_of_data_sets_in_files_and_flags(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fullshard.config.errors import ConfigError, QuantizationError
 from fullshard.distributed import runtime
 from fullshard.quant.quantize import quantize_model, quantized_layers
 from fullshard.sft.cli_args import read_yaml
-from fullshard.sft.run_dir import CHECKPOINTS
+from fullshard.sft.output_dir import CHECKPOINTS
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
 from tests.pool import ROOT, ranks

@@ -22,7 +22,7 @@ from fullshard.device.torch_private import local_of
 from fullshard.distributed.torch_devices import update_guard
 from fullshard.distributed.watchdog import rank_state, watch
 from fullshard.distributed.watchdog.diagnosis import Failure
-from fullshard.sft import launched_step
+from fullshard.sft import optimizer_step
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
@@ -159,7 +159,7 @@ def test_a_nonfinite_loss_that_is_read_late_has_changed_nothing(tmp_path: Path) 
 
 def test_no_update_from_collectives_that_were_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flag is set before communicators are aborted, so the device sees it after the collective."""
-    monkeypatch.setattr(launched_step.runtime, "world_size", lambda: 2)
+    monkeypatch.setattr(optimizer_step.runtime, "world_size", lambda: 2)
     monkeypatch.setattr(rank_state, "current", rank_state.RankState())
     monkeypatch.setattr("fullshard.fsdp.checks.watch.raise_failure", lambda: None)  # looked before the rank is lost
     weight = torch.nn.Parameter(torch.ones(3))

@@ -16,8 +16,8 @@ from fullshard.launch.plan_command import read_request
 from fullshard.launch.sft_command import sft
 from fullshard.sft.checked_run import check_command
 from fullshard.sft.cli_args import CommandConfig, command_options, config_of, parse
-from fullshard.sft.needs import LORA, NEEDS
 from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.unused_options import LORA, NEEDS
 from tests.pool import ranks
 from tests.sft.test_options import CHANGES
 from tests.sft.tiny import make_folder
@@ -87,7 +87,7 @@ def test_a_setting_that_a_plain_run_never_reads_says_so_when_it_is_given(tmp_pat
     unread = OPTIONS.keys() - read - ON_GPUS
     assert {"lora_alpha", "preview_rows", "hub_token", "early_stopping_threshold"} <= unread and len(unread) > 20
     silent = [name for name in unread if (notes := notes_on(OPTIONS[name])) is not None and name not in notes]
-    assert not silent, "name what they need in sft/needs.py"
+    assert not silent, "name what they need in sft/unused_options.py"
 
 
 def test_every_need_can_be_met_and_its_names_are_settings() -> None:

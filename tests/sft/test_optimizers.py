@@ -25,7 +25,7 @@ from fullshard.distributed.ranks import exchange
 from fullshard.optim.names import REFUSED, SERVED
 from fullshard.planner.memory import MemoryOptions, state_memory
 from fullshard.planner.optimizer_state import OptimizerMemory, names_apart
-from fullshard.sft.optimizer import class_and_options, make_from_class, make_optimizer
+from fullshard.sft.optimizer import class_and_options, make_optimizer, optimizer_from_class
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.spmd.redistribute import layout_of
 from fullshard.spmd.tensor import full_of
@@ -524,7 +524,7 @@ class ByNorm(torch.optim.Optimizer):
 def test_a_class_is_tried_on_shards() -> None:
     model = wrapped(made(Net))
     for kind, options in ((torch.optim.NAdam, {"lr": 0.1}), (ByNorm, {"whole": True})):
-        optimizer = make_from_class(model, kind, options, weight_decay=0.1)
+        optimizer = optimizer_from_class(model, kind, options, weight_decay=0.1)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
         take_steps(model, optimizer, range(1))
     refusals = [
@@ -536,7 +536,7 @@ def test_a_class_is_tried_on_shards() -> None:
     ]
     for kind, options, message in refusals:
         with pytest.raises(ConfigError, match=message):
-            make_from_class(model, kind, options, weight_decay=0.0)
+            optimizer_from_class(model, kind, options, weight_decay=0.0)
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ from fullshard.distributed import runtime
 from fullshard.sft import assemble
 from fullshard.sft.cli_args import CommandConfig
 from fullshard.sft.hub import Hub
-from fullshard.sft.needs import turn_on_lora, without_effect
 from fullshard.sft.optimizer_step import OptimizerSteps
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
+from fullshard.sft.unused_options import notes_without_effect, turn_on_lora
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.sft.runs import settings
@@ -86,16 +86,16 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "loraplus_lr_embedding": ({**LORA, "lora_target_modules": "q_proj,embed_tokens", "loraplus_lr_ratio": 2.0}, 1e-3),
 }  # fmt: skip
 ELSEWHERE = {
-    "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_folder",
+    "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_row_formats", "overwrite": "test_output_dir",
     "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
     "base_dtype": "test_fp8", "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "test_compilation",
-    "adapter_name_or_path": "test_continue", "dataset_config_name": "test_formats", "dataset_weights": "test_mixture",
+    "adapter_name_or_path": "test_resume_adapter", "dataset_config_name": "test_row_formats", "dataset_weights": "test_mixture",
     "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",
     "shuffle_buffer_size": "test_stream", "completion_only_loss": "test_chat", "preview": "test_preview", "preview_rows": "test_preview",
     "prompt_format": "test_data_options", "dataset_settings": "test_data_options", "sample_by": "test_data_options",
-    "dataloader_pin_memory": "needs a GPU", "report_to": "test_boards", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
-    "trust_packing": "test_packing_trial", "router_aux_loss_coef": "test_own_loss", "rope_scaling": "test_rope",
+    "dataloader_pin_memory": "needs a GPU", "report_to": "test_loggers", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
+    "trust_packing": "test_packing_check", "router_aux_loss_coef": "test_own_loss", "rope_scaling": "test_rope_scaling",
     "optim_target_modules": "test_optimizers", "fused_lora": "test_fused_sharded",
     "offload_embedding": "test_host_weights", "offload_experts": "test_host_weights", "skip_plan": "test_plan_first",
     "torch_compile_backend": "test_compilation", "torch_compile_mode": "needs a compiler",
@@ -222,7 +222,7 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
         again = picture(tmp_path, "again", {}, events)
         assert again == before["{}"], "a run repeats itself, or these pictures show nothing"
     assert not same
-    assert not silent, "without what they need they have no effect, and nobody says so: sft/needs.py"
+    assert not silent, "without what they need they have no effect, and nobody says so: sft/unused_options.py"
 
 
 def is_told(values: dict[str, Any], name: str) -> bool:
@@ -230,7 +230,7 @@ def is_told(values: dict[str, Any], name: str) -> bool:
     values = dict(values)
     try:
         note = turn_on_lora(values)
-        notes = without_effect(CommandConfig(**values), [name])
+        notes = notes_without_effect(CommandConfig(**values), [name])
     except ConfigError:
         return True
     return note is not None or bool(notes)

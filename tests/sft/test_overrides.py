@@ -49,7 +49,7 @@ def test_every_name_of_trl_s_trainer_is_served_or_refused() -> None:
     [
         ("_inner_training_loop", "would have no effect; override training_step, evaluate or log, or use callbacks"),
         ("_prepare_dataset", "give rows with input_ids and labels"),
-        ("_resume", "fullshard's trainer uses this name itself; choose another"),
+        ("_train", "fullshard's trainer uses this name itself; choose another"),
     ],
 )
 def test_what_would_not_be_called_is_refused_with_the_class(name: str, advice: str) -> None:

@@ -23,8 +23,8 @@ from fullshard.planner.layer_dedup import may_name_a_layer
 from fullshard.planner.planned_model import PlannedModel, planned_model
 from fullshard.planner.tracer import trace_step
 from fullshard.sft import adapter
+from fullshard.sft.base_model import read_model
 from fullshard.sft.model_steps import adapt_model, ready_model
-from fullshard.sft.read_model import read_model
 from fullshard.spmd.mesh import Mesh, VirtualMesh
 from tests.pool import ranks
 from tests.sft.runs import settings, train
@@ -177,11 +177,11 @@ def real_plan(folder: Path, model: str, name: str) -> ShardingPlan:
     values, sharding = SETTINGS[name]
     config, engine, device = settings(folder, **values), EngineSettings(**sharding), runtime.device()
     made: Any = read_model(config, write_config(folder / model, model), device, print, present=False)
-    requested = adapter.requested_config(config, None)
+    requested = adapter.requested_adapter_config(config, None)
     if requested is not None:
-        requested = adapter.fitted_config(config, requested, made, print, from_settings=True)
+        requested = adapter.fit_adapter_config(config, requested, made, print, from_settings=True)
     if requested is not None and config.trainable_token_indices:
-        requested = adapter.with_tokens(requested, made, [3, 5, 7])
+        requested = adapter.train_tokens(requested, made, [3, 5, 7])
     made, packing = adapt_model(config, engine, made, None, requested, None, device, print)
     ready = ready_model(config, engine, made, packing, 1, device, print)
     return shard_model(made, ready.engine, mixed_precision=ready.precision).plan

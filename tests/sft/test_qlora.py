@@ -22,7 +22,7 @@ from fullshard.distributed.ranks import exchange
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantize import dequantize_model, quantize_model
 from fullshard.sft.adapter import quantization
-from fullshard.sft.run_dir import CHECKPOINTS
+from fullshard.sft.output_dir import CHECKPOINTS
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks

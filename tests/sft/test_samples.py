@@ -16,8 +16,8 @@ from fullshard.config.errors import ConfigError
 from fullshard.data.chat_template import BUILT_IN
 from fullshard.distributed import runtime
 from fullshard.models.generate import end_of_turn, generation_prompt
-from fullshard.sft.prompts import read_prompts
-from fullshard.sft.samples import answer_begins, prompts_of
+from fullshard.sft.run_data import read_prompts
+from fullshard.sft.samples import answer_begins, select_prompts
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
@@ -140,7 +140,7 @@ def test_prompts_with_tools_are_rendered_by_the_chat_template(tmp_path: Path) ->
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ mood }}" + BUILT_IN["qwen"].text
     config = settings(tmp_path, sample_prompts=str(path), eval_strategy="epoch")
-    (prompt,) = prompts_of(config, None, tokenizer)
+    (prompt,) = select_prompts(config, None, tokenizer)
     expected = tokenizer.apply_chat_template(
         messages, tools=[tool], tokenize=False, add_generation_prompt=True, mood="salt"
     )

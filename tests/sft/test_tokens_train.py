@@ -28,9 +28,9 @@ from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.causal_lm import embedding_rows
 from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.sft import results
-from fullshard.sft.model import make_room
-from fullshard.sft.run_dir import CHECKPOINTS
+from fullshard.sft.output_dir import CHECKPOINTS
 from fullshard.sft.trainer import SFTTrainer
+from fullshard.sft.vocabulary import add_token_rows
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.data.tiny import chat_rows, make_tokenizer
 from tests.pool import ranks
@@ -282,13 +282,13 @@ def test_what_a_tokenizer_s_class_brings_along_is_no_new_token(tmp_path: Path) -
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 401 and tokenizer.unk_token == "<|endoftext|>", "it does so"
     said: list[str] = []
-    assert make_room(model, tokenizer, [], said.append) == [] and embedding_rows(model) == 400 and not said
+    assert add_token_rows(model, tokenizer, [], said.append) == [] and embedding_rows(model) == 400 and not said
     added = prepare_tokenizer(tokenizer, "chatml").added
-    new = make_room(model, tokenizer, added, said.append)
+    new = add_token_rows(model, tokenizer, added, said.append)
     assert tokenizer.convert_ids_to_tokens(new) == ["<|im_start|>", "<|im_end|>"]
     assert len(said) == 1 and said[0].startswith("2 new tokens (<|im_start|> <|im_end|>)")
     tokenizer.add_tokens(["<|mine|>"])
-    assert len(make_room(model, tokenizer, [], said.append)) == 1, "a token of the user's own is new"
+    assert len(add_token_rows(model, tokenizer, [], said.append)) == 1, "a token of the user's own is new"
 
 
 @ranks(1)

@@ -51,7 +51,7 @@ def test_the_mean_loss_is_that_of_transformers_trainer(tmp_path: Path) -> None:
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         found = made.train()
-        results.show(made.summary())
+        results.show_results(made.summary())
     assert found.global_step == expected.global_step == STEPS
     assert found.training_loss == pytest.approx(expected.training_loss, rel=1e-5)
     assert found.metrics["train_loss"] == found.training_loss

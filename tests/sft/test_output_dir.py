@@ -16,8 +16,17 @@ import pytest
 from fullshard.config.errors import ConfigError, WeightsError
 from fullshard.config.paths import check_new_folder, replace_text, save_tokenizer, within
 from fullshard.launch.sft_command import sft
-from fullshard.sft.run_dir import DOOMED, changes, check_folder, open_folder, remove_earlier, resumes, write_settings
-from fullshard.sft.run_lock import LOCK, FolderLock
+from fullshard.sft.output_dir import (
+    LOCK,
+    OVERWRITE_MARK,
+    FolderLock,
+    changed_settings,
+    check_output_dir,
+    lock_output_dir,
+    remove_earlier_run,
+    resumes,
+    write_settings,
+)
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
@@ -52,19 +61,19 @@ FOREIGN = ["checkpoints/mine.txt", "data/train.jsonl", "model.fp16.safetensors",
 def test_a_folder_with_an_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     first = SFTConfig(output_dir=str(out), learning_rate=1e-3)
-    check_folder(first, {})
+    check_output_dir(first, {})
     an_earlier_run(out, learning_rate=1e-3)
     second = SFTConfig(output_dir=str(out), learning_rate=2e-3, logging_steps=3, packing=True)
     differ = "packing False → True, learning_rate 0.001 → 0.002"
     said = rf"holds an earlier run. --resume .*, --overwrite .*Changed since: {differ}\."
     with pytest.raises(ConfigError, match=said):
-        check_folder(second, {})
+        check_output_dir(second, {})
     with pytest.raises(ConfigError, match=r"The settings are the same"):
-        check_folder(first, {})
-    assert set(changes(first.to_dict(), second)) == {"packing", "learning_rate"}
-    check_folder(SFTConfig(output_dir=str(out), resume=True), {})
+        check_output_dir(first, {})
+    assert set(changed_settings(first.to_dict(), second)) == {"packing", "learning_rate"}
+    check_output_dir(SFTConfig(output_dir=str(out), resume=True), {})
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    check_folder(second, {})
+    check_output_dir(second, {})
 
 
 def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
@@ -72,11 +81,11 @@ def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
     an_earlier_run(out)
     config = SFTConfig(output_dir=str(out), overwrite=True)
     before = contents(out)
-    check_folder(config, {})
+    check_output_dir(config, {})
     assert contents(out) == before, "a check changes nothing"
-    open_folder(config).release()
-    assert contents(out) == {**before, DOOMED: 0}, "nor does holding the folder"
-    said = remove_earlier(config)
+    lock_output_dir(config).release()
+    assert contents(out) == {**before, OVERWRITE_MARK: 0}, "nor does holding the folder"
+    said = remove_earlier_run(config)
     assert said is not None and "data, model.fp16.safetensors, notes.txt were not written by a run" in said
     assert sorted(contents(out)) == FOREIGN and not (out / "runs").exists()
 
@@ -88,11 +97,11 @@ def test_what_no_run_wrote_is_not_overwritten(tmp_path: Path) -> None:
     (out / "model.safetensors").write_text("another model")
     config = SFTConfig(output_dir=str(out), overwrite=True)
     with pytest.raises(ConfigError, match=r"holds model.safetensors, which a run would replace, but no earlier run"):
-        check_folder(config, {})
+        check_output_dir(config, {})
     (out / "model.safetensors").rename(out / "other.safetensors")
-    check_folder(config, {})
+    check_output_dir(config, {})
     with pytest.raises(ConfigError, match=r"is not empty .other.safetensors. and holds no earlier run"):
-        check_folder(SFTConfig(output_dir=str(out)), {})
+        check_output_dir(SFTConfig(output_dir=str(out)), {})
 
 
 def test_links_are_removed_and_what_they_point_to_stays(tmp_path: Path) -> None:
@@ -107,7 +116,7 @@ def test_links_are_removed_and_what_they_point_to_stays(tmp_path: Path) -> None:
     (elsewhere / "step-1").symlink_to(tmp_path / "kept")
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "manifest.json").write_text("{}")
-    remove_earlier(SFTConfig(output_dir=str(out), overwrite=True))
+    remove_earlier_run(SFTConfig(output_dir=str(out), overwrite=True))
     assert (elsewhere / "precious").read_text() == "weights" and (tmp_path / "kept" / "manifest.json").exists()
     assert not (out / "model.safetensors").is_symlink() and (out / "checkpoints").is_symlink()
 
@@ -118,19 +127,19 @@ def test_restarted_before_the_earlier_run_was_removed_it_begins_anew(
     out = tmp_path / "out"
     an_earlier_run(out)
     config = SFTConfig(output_dir=str(out), overwrite=True)
-    open_folder(config).release()  # and then something fails
+    lock_output_dir(config).release()  # and then something fails
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert not resumes(config), "the checkpoint that is there is the earlier run's"
-    check_folder(config, {})
-    open_folder(config).release()
-    remove_earlier(config)
+    check_output_dir(config, {})
+    lock_output_dir(config).release()
+    remove_earlier_run(config)
     assert resumes(config) and sorted(contents(out)) == FOREIGN, "what is there from now on is this job's"
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     an_earlier_run(out)
-    open_folder(config).release()  # fails for good; the user goes on with the earlier run after all
+    lock_output_dir(config).release()  # fails for good; the user goes on with the earlier run after all
     going_on = SFTConfig(output_dir=str(out), resume=True)
-    check_folder(going_on, {})
-    open_folder(going_on).release()
+    check_output_dir(going_on, {})
+    lock_output_dir(going_on).release()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert resumes(SFTConfig(output_dir=str(out))) and resumes(config), "nothing there is to be removed any more"
 
@@ -141,7 +150,7 @@ def test_what_is_needed_is_not_removed(name: str, tmp_path: Path) -> None:
     an_earlier_run(out)
     config = SFTConfig(output_dir=str(out), overwrite=True, **{name: str(out / "checkpoints" / "step-5")})
     with pytest.raises(ConfigError, match=rf"{name}: .*step-5\S* is in .*step-5, which --overwrite removes"):
-        check_folder(config, {})
+        check_output_dir(config, {})
     with pytest.raises(ConfigError, match=r"resume and overwrite are both on"):
         SFTConfig(overwrite=True, resume_from_checkpoint="true")
 
@@ -153,7 +162,7 @@ def test_what_is_read_lies_behind_a_link_in_the_folder(tmp_path: Path) -> None:
     model.mkdir(parents=True)
     (out / "checkpoints").symlink_to(tmp_path / "models")
     with pytest.raises(ConfigError, match=r"model_name_or_path: .*models/step-5 is in .*checkpoints/step-5, which"):
-        check_folder(SFTConfig(output_dir=str(out), overwrite=True), {"model_name_or_path": [model]})
+        check_output_dir(SFTConfig(output_dir=str(out), overwrite=True), {"model_name_or_path": [model]})
 
 
 def test_a_cache_inside_the_folder_is_the_run_s_own(tmp_path: Path) -> None:
@@ -161,8 +170,8 @@ def test_a_cache_inside_the_folder_is_the_run_s_own(tmp_path: Path) -> None:
     (out / "deep" / "cache" / "tokens").mkdir(parents=True)
     (out / "deep" / "cache" / "tokens" / "a").write_text("tokens")
     config = SFTConfig(output_dir=str(out), cache_dir=str(out / "deep" / "cache"))
-    check_folder(config, {})
-    remove_earlier(SFTConfig(output_dir=str(out), cache_dir=config.cache_dir, overwrite=True))
+    check_output_dir(config, {})
+    remove_earlier_run(SFTConfig(output_dir=str(out), cache_dir=config.cache_dir, overwrite=True))
     assert (out / "deep" / "cache" / "tokens" / "a").exists()
 
 
@@ -240,7 +249,7 @@ def test_a_folder_with_something_that_is_read_is_refused(case: str, place: Path)
 
 def test_a_folder_inside_one_that_is_read_is_allowed(place: Path) -> None:
     """It takes nothing away from what is above it."""
-    check_folder(SFTConfig(output_dir=str(place / "model" / "tuned")), {"model_name_or_path": [place / "model"]})
+    check_output_dir(SFTConfig(output_dir=str(place / "model" / "tuned")), {"model_name_or_path": [place / "model"]})
 
 
 def test_two_spellings_of_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +319,7 @@ def test_a_run_that_fails_to_load_leaves_the_earlier_one(tmp_path: Path) -> None
         patch.setattr("fullshard.sft.loop.Loop.__init__", fail)  # the last thing before the run begins
         with pytest.raises(WeightsError, match="gone"):
             train(make_model(), again)
-    assert contents(out) == {**before, DOOMED: 0}
+    assert contents(out) == {**before, OVERWRITE_MARK: 0}
     train(make_model(), again)
     after = contents(out)
     assert "checkpoints/step-2/manifest.json" not in after and "model.safetensors" not in after
@@ -323,21 +332,21 @@ def test_a_run_that_fails_to_load_leaves_the_earlier_one(tmp_path: Path) -> None
 def test_a_folder_that_another_run_writes_to(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
-        "import sys; from fullshard import SFTConfig; from fullshard.sft.run_dir import open_folder\n"
-        f"open_folder(SFTConfig(output_dir={str(out)!r})); print('held', flush=True); sys.stdin.read()"
+        "import sys; from fullshard import SFTConfig; from fullshard.sft.output_dir import lock_output_dir\n"
+        f"lock_output_dir(SFTConfig(output_dir={str(out)!r})); print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     config = SFTConfig(output_dir=str(out), overwrite=True)
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        for attempt in (lambda: check_folder(config, {}), lambda: open_folder(config)):
+        for attempt in (lambda: check_output_dir(config, {}), lambda: lock_output_dir(config)):
             with pytest.raises(ConfigError, match=rf"out is in use by another run \(process {other.pid} on "):
                 attempt()
     finally:
         other.kill()
         other.communicate()
-    check_folder(config, {})
-    lock, again = open_folder(config), open_folder(config)  # what a killed process leaves behind does not count
+    check_output_dir(config, {})
+    lock, again = lock_output_dir(config), lock_output_dir(config)  # what a killed process leaves behind does not count
     lock.release()
     lock.release()
     assert (out / LOCK).exists(), "held twice by this process, given free once"
@@ -398,11 +407,11 @@ def test_results_do_not_go_where_checkpoints_are_removed(tmp_path: Path) -> None
 def test_nothing_to_resume(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"there is no checkpoint in .*out.checkpoints to resume from"):
-        check_folder(SFTConfig(output_dir=out, resume=True), {})
+        check_output_dir(SFTConfig(output_dir=out, resume=True), {})
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint: .*nowhere does not exist; expected a checkpoint's"):
-        check_folder(SFTConfig(output_dir=out, resume_from_checkpoint=str(tmp_path / "nowhere")), {})
+        check_output_dir(SFTConfig(output_dir=out, resume_from_checkpoint=str(tmp_path / "nowhere")), {})
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint: .* holds no checkpoint"):
-        check_folder(SFTConfig(output_dir=out, resume_from_checkpoint=str(tmp_path)), {})
+        check_output_dir(SFTConfig(output_dir=out, resume_from_checkpoint=str(tmp_path)), {})
 
 
 def test_an_unwritable_folder_is_said_when_the_trainer_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

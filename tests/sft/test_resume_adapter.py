@@ -1,4 +1,4 @@
-"""Going on with an adapter: training starts from exactly its values, with its own rank, targets and tokens."""
+"""Resuming an adapter: training starts from exactly its values, with its own rank, targets and tokens."""
 
 from __future__ import annotations
 
