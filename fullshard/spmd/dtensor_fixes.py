@@ -17,18 +17,21 @@ from fullshard.device import accelerator
 from fullshard.device.torch_private import (
     DTensorSpec,
     custom_op_handlers,
+    layout_chooser,
     local_of,
-    replace_replicate_scalar,
-    replicate_scalar,
+    replace_layout_chooser,
+    spec_of,
+    tree_flatten,
+    tree_unflatten,
 )
 from fullshard.distributed import runtime
 from fullshard.spmd.foreach_ops import fused_update, unscale
 from fullshard.spmd.mesh import is_own
-from fullshard.spmd.ops import refuse_loss
+from fullshard.spmd.ops import beside_plain
 from fullshard.spmd.redistribute import meta_of, redistribute, replicated, spec_with
-from fullshard.spmd.rule_table import RULES, aten
+from fullshard.spmd.rule_table import RULES, aten, written_tensors
 from fullshard.spmd.rules import draw_global, local_scalar
-from fullshard.spmd.tensor import DATA, ShardedTensor, is_sharded
+from fullshard.spmd.tensor import DATA, ShardedTensor, as_replicated, is_sharded
 
 # `parameter.data = value` changes the shard; torch changes the outer tensor only, whose memory is never read.
 DTensor.data = DATA
@@ -53,7 +56,7 @@ custom_op_handlers()[aten._local_scalar_dense.default] = _item
 # --- a penalty on sharded parameters, and the loss of a rank ----------------------------------------------------------
 
 
-def _beside_plain(name: str) -> Callable[[Any, Any], Any]:
+def _with_full_value(name: str) -> Callable[[Any, Any], Any]:
     """An arithmetic operator for a sharded scalar: beside a plain tensor of this rank its full value counts.
 
     A constant, which is the same on every rank, leaves it sharded.
@@ -92,20 +95,33 @@ def _is_of_parameters(t: Any) -> bool:
 
 for _operator in ("add", "sub", "mul", "truediv"):
     for _name in (f"__{_operator}__", f"__r{_operator}__"):
-        setattr(DTensor, _name, _beside_plain(_name))
+        setattr(DTensor, _name, _with_full_value(_name))
         setattr(ShardedTensor, _name, getattr(DTensor, _name))  # no DTensor in torch 2.11
 
 
-_replicate = replicate_scalar()
+_choose_layouts = layout_chooser()
 
 
-def _replicate_or_refuse(op: Any, t: torch.Tensor, mesh: Any, *args: Any) -> Any:
-    if is_own(mesh):
-        refuse_loss(t)
-    return _replicate(op, t, mesh, *args)
+def _run_beside_plain(op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+    """An operator whose layouts torch does not remember. With a plain tensor of this rank among its arguments it is run
+    here, so that they are not remembered for the next plain tensor either."""
+    flat, tree = tree_flatten((args, kwargs))
+    mesh = next(t.device_mesh for t in flat if is_sharded(t))
+    if not is_own(mesh) or all(is_sharded(t) for t in flat if isinstance(t, torch.Tensor)):
+        return _choose_layouts(op, args, kwargs, *rest)
+    flat = beside_plain(flat, written_tensors(op, args, kwargs))
+    if any(map(is_sharded, flat)):
+        flat = [_replicated(t, mesh) if isinstance(t, torch.Tensor) and not is_sharded(t) else t for t in flat]
+    args, kwargs = tree_unflatten(flat, tree)
+    return op(*args, **kwargs)
 
 
-replace_replicate_scalar(_replicate_or_refuse)
+def _replicated(t: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    copy = as_replicated(t, mesh)
+    return DTensor(local_of(copy), spec_of(copy), requires_grad=False)
+
+
+replace_layout_chooser(_run_beside_plain)
 
 
 def draw_global_where_needed() -> None:
