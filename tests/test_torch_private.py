@@ -161,10 +161,13 @@ def handlers() -> None:
     assert op is aten.erfinv.default and type(args[0]) is DTensor and kwargs == {}
 
 
-@check("layout_chooser", "replace_layout_chooser")
+@check("layout_chooser", "replace_layout_chooser", "run_in_layouts")
 def layouts_of_operators() -> None:
     plain, scale = torch_private.layout_chooser(), torch.ones(())
     value, calls = dtensor(), []
+
+    def run(op: Any, args: Any, kwargs: Any, info: Any, *rest: Any) -> Any:
+        return torch_private.run_in_layouts(op, args, kwargs, info, plain(op, args, kwargs, info, *rest))
 
     def choose(op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         calls.append((op, args[1], kwargs))
@@ -173,6 +176,10 @@ def layouts_of_operators() -> None:
     torch_private.replace_layout_chooser(choose)
     try:
         results = [torch.mul(value, scale) for _ in range(2)]
+        torch_private.replace_layout_chooser(run)
+        product = torch.logaddexp2(value, value)
+        assert type(product) is DTensor and product.placements == value.placements
+        assert torch.equal(torch_private.local_of(product), torch.arange(4.0) + 1)
     finally:
         torch_private.replace_layout_chooser(plain)
     assert all(result is scale for result in results)

@@ -208,9 +208,9 @@ def custom_op_handlers() -> dict[Any, Callable[..., Any]]:
 
 
 def layout_chooser() -> Callable[..., Any]:
-    """Where torch chooses the layouts of an operator on DTensors, `(op, args, kwargs, …)`, unless it remembers them. A
-    tensor that it returns is the result, and nothing is remembered. 2.11, 2.13. torch takes a rank's loss beside a
-    DTensor for a value that all ranks have, without a message."""
+    """Where torch chooses the layouts of an operator on DTensors, `(op, args, kwargs, info, …)`, unless it remembers
+    them. What it returns instead of layouts is the result, and nothing is remembered. 2.11, 2.13. torch takes a rank's
+    loss beside a DTensor for a value that all ranks have, without a message."""
     choose: Callable[..., Any] = _dispatcher()._propagate_op_sharding_dispatch_slow_path
     return choose
 
@@ -218,6 +218,21 @@ def layout_chooser() -> Callable[..., Any]:
 def replace_layout_chooser(choose: Callable[..., Any]) -> None:
     """Sets what `layout_chooser` returns."""
     _dispatcher()._propagate_op_sharding_dispatch_slow_path = choose
+
+
+def run_in_layouts(op: Any, args: Any, kwargs: Any, info: Any, layouts: Any) -> Any:
+    """Runs an operator on several DTensors in the layouts that torch has chosen, as torch does then. 2.11, 2.13. As
+    `layout_chooser`."""
+    if not hasattr(layouts, "output_spec"):
+        return layouts  # torch has run it
+    info.output_sharding, mesh, dispatcher = layouts, info.compute_mesh, _dispatcher()
+    results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    writes, to_out = schema_of(op).name.endswith("_"), "out" in overload_name(op)
+    if not (writes or to_out or op is torch.ops.aten.equal.default):
+        return dispatcher.wrap(results, layouts.output_spec)
+    return dispatcher._dispatch_fast_path_python_tail(
+        op, args, kwargs, mesh, layouts, results, is_in_mesh(mesh), writes, to_out and not writes
+    )
 
 
 def random_ops() -> Any:

@@ -20,6 +20,7 @@ from fullshard.device.torch_private import (
     layout_chooser,
     local_of,
     replace_layout_chooser,
+    run_in_layouts,
     spec_of,
     tree_flatten,
     tree_unflatten,
@@ -102,26 +103,41 @@ for _operator in ("add", "sub", "mul", "truediv"):
 _choose_layouts = layout_chooser()
 
 
-def _run_beside_plain(op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
-    """An operator whose layouts torch does not remember. With a plain tensor of this rank among its arguments it is run
-    here, so that they are not remembered for the next plain tensor either."""
+def _choose_or_run(op: Any, args: Any, kwargs: Any, info: Any, *rest: Any) -> Any:
+    """Where torch chooses layouts: an operator that a plain scalar could take part in is run here.
+
+    torch would remember its layouts, and take any scalar for the same value on every rank.
+    """
     flat, tree = tree_flatten((args, kwargs))
-    mesh = next(t.device_mesh for t in flat if is_sharded(t))
-    if not is_own(mesh) or all(is_sharded(t) for t in flat if isinstance(t, torch.Tensor)):
-        return _choose_layouts(op, args, kwargs, *rest)
+    tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+    if op.is_view or not _has_scalar(flat, tensors):
+        return _choose_layouts(op, args, kwargs, info, *rest)
+    if all(map(is_sharded, tensors)) or not is_own(info.compute_mesh):
+        return run_in_layouts(op, args, kwargs, info, _choose_layouts(op, args, kwargs, info, *rest))
     flat = beside_plain(flat, written_tensors(op, args, kwargs))
     if any(map(is_sharded, flat)):
-        flat = [_replicated(t, mesh) if isinstance(t, torch.Tensor) and not is_sharded(t) else t for t in flat]
+        flat = [_on_mesh(t, info.compute_mesh) if isinstance(t, torch.Tensor) else t for t in flat]
     args, kwargs = tree_unflatten(flat, tree)
     return op(*args, **kwargs)
 
 
-def _replicated(t: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    copy = as_replicated(t, mesh)
-    return DTensor(local_of(copy), spec_of(copy), requires_grad=False)
+def _has_scalar(flat: list[Any], tensors: list[torch.Tensor]) -> bool:
+    """Whether there is a scalar beside another tensor. To torch a number is one, of dtype float64 or int64."""
+    if len(tensors) > 1:
+        return any(t.numel() == 1 for t in tensors)
+    alike = tensors[0].ndim == 0 or tensors[0].dtype == torch.float64
+    return alike and any(isinstance(leaf, int | float) for leaf in flat)
 
 
-replace_layout_chooser(_run_beside_plain)
+def _on_mesh(t: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A constant as torch's class."""
+    if is_sharded(t):
+        return t
+    constant = as_replicated(t, mesh)
+    return DTensor(local_of(constant), spec_of(constant), requires_grad=False)
+
+
+replace_layout_chooser(_choose_or_run)
 
 
 def draw_global_where_needed() -> None:
