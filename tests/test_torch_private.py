@@ -161,17 +161,29 @@ def handlers() -> None:
     assert op is aten.erfinv.default and type(args[0]) is DTensor and kwargs == {}
 
 
-@check("replicate_scalar", "replace_replicate_scalar")
-def scalars() -> None:
-    plain, seen = torch_private.replicate_scalar(), []
-    torch_private.replace_replicate_scalar(lambda op, t, *args: seen.append(t) or plain(op, t, *args))
+@check("layout_chooser", "replace_layout_chooser", "run_in_layouts")
+def layouts_of_operators() -> None:
+    plain, scale = torch_private.layout_chooser(), torch.ones(())
+    value, calls = dtensor(), []
+
+    def run(op: Any, args: Any, kwargs: Any, info: Any, *rest: Any) -> Any:
+        return torch_private.run_in_layouts(op, args, kwargs, info, plain(op, args, kwargs, info, *rest))
+
+    def choose(op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        calls.append((op, args[1], kwargs))
+        return scale
+
+    torch_private.replace_layout_chooser(choose)
     try:
-        loss = torch.ones(())
-        with pytest.raises(AssertionError):
-            loss += dtensor().sum()
+        results = [torch.mul(value, scale) for _ in range(2)]
+        torch_private.replace_layout_chooser(run)
+        product = torch.logaddexp2(value, value)
+        assert type(product) is DTensor and product.placements == value.placements
+        assert torch.equal(torch_private.local_of(product), torch.arange(4.0) + 1)
     finally:
-        torch_private.replace_replicate_scalar(plain)
-    assert len(seen) == 1 and seen[0] is loss
+        torch_private.replace_layout_chooser(plain)
+    assert all(result is scale for result in results)
+    assert calls == [(aten.mul.Tensor, scale, {})] * 2  # nothing is remembered
 
 
 @check("random_ops")

@@ -38,8 +38,8 @@ Attributes of other libraries that fullshard replaces, and why nothing else does
 - `DTensor.data`, by `spmd.dtensor_fixes`: parameters of FSDPv2 are plain DTensors, and `Tensor.data` calls no hook.
 - `DTensor._op_dispatcher._custom_op_handlers` (entries are added), by `spmd.dtensor_fixes`: torch has no public
   way to register a function for an operator on DTensors.
-- `DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor`, by `spmd.dtensor_fixes`: torch asks nothing else
-  before it takes a rank's loss for a value that all ranks have.
+- `DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path`, by `spmd.dtensor_fixes`: torch takes a rank's loss
+  for a value that all ranks have, and asks nothing where it remembers the layouts.
 - `__add__`, `__sub__`, `__mul__`, `__truediv__` of `DTensor` and their reflected forms, by `spmd.dtensor_fixes`: a
   sharded penalty joins a rank's loss there, above autograd.
 - `torch.optim._muon.muon`, by `fsdp.muon`: `torch.optim.Muon` has no hook between momentum and orthogonalization, which
@@ -207,17 +207,32 @@ def custom_op_handlers() -> dict[Any, Callable[..., Any]]:
     return handlers
 
 
-def replicate_scalar() -> Callable[..., Any]:
-    """How torch treats a plain scalar beside a DTensor, `(op, scalar, mesh)`: as the same value on every rank; and
-    its replacement; not called where torch remembers the layouts. 2.11, 2.13. `loss += penalty` fails without a
-    message."""
-    replicate: Callable[..., Any] = _dispatcher()._try_replicate_spec_for_scalar_tensor
-    return replicate
+def layout_chooser() -> Callable[..., Any]:
+    """Where torch chooses the layouts of an operator on DTensors, `(op, args, kwargs, info, …)`, unless it remembers
+    them. What it returns instead of layouts is the result, and nothing is remembered. 2.11, 2.13. torch takes a rank's
+    loss beside a DTensor for a value that all ranks have, without a message."""
+    choose: Callable[..., Any] = _dispatcher()._propagate_op_sharding_dispatch_slow_path
+    return choose
 
 
-def replace_replicate_scalar(replicate: Callable[..., Any]) -> None:
-    """Sets what `replicate_scalar` returns."""
-    _dispatcher()._try_replicate_spec_for_scalar_tensor = replicate
+def replace_layout_chooser(choose: Callable[..., Any]) -> None:
+    """Sets what `layout_chooser` returns."""
+    _dispatcher()._propagate_op_sharding_dispatch_slow_path = choose
+
+
+def run_in_layouts(op: Any, args: Any, kwargs: Any, info: Any, layouts: Any) -> Any:
+    """Runs an operator on several DTensors in the layouts that torch has chosen, as torch does then. 2.11, 2.13. As
+    `layout_chooser`."""
+    if not hasattr(layouts, "output_spec"):
+        return layouts  # torch has run it
+    info.output_sharding, mesh, dispatcher = layouts, info.compute_mesh, _dispatcher()
+    results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    writes, to_out = schema_of(op).name.endswith("_"), "out" in overload_name(op)
+    if not (writes or to_out or op is torch.ops.aten.equal.default):
+        return dispatcher.wrap(results, layouts.output_spec)
+    return dispatcher._dispatch_fast_path_python_tail(
+        op, args, kwargs, mesh, layouts, results, is_in_mesh(mesh), writes, to_out and not writes
+    )
 
 
 def random_ops() -> Any:

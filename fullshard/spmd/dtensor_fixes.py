@@ -17,18 +17,22 @@ from fullshard.device import accelerator
 from fullshard.device.torch_private import (
     DTensorSpec,
     custom_op_handlers,
+    layout_chooser,
     local_of,
-    replace_replicate_scalar,
-    replicate_scalar,
+    replace_layout_chooser,
+    run_in_layouts,
+    spec_of,
+    tree_flatten,
+    tree_unflatten,
 )
 from fullshard.distributed import runtime
 from fullshard.spmd.foreach_ops import fused_update, unscale
 from fullshard.spmd.mesh import is_own
-from fullshard.spmd.ops import refuse_loss
+from fullshard.spmd.ops import beside_plain
 from fullshard.spmd.redistribute import meta_of, redistribute, replicated, spec_with
-from fullshard.spmd.rule_table import RULES, aten
+from fullshard.spmd.rule_table import RULES, aten, written_tensors
 from fullshard.spmd.rules import draw_global, local_scalar
-from fullshard.spmd.tensor import DATA, ShardedTensor, is_sharded
+from fullshard.spmd.tensor import DATA, ShardedTensor, as_replicated, is_sharded
 
 # `parameter.data = value` changes the shard; torch changes the outer tensor only, whose memory is never read.
 DTensor.data = DATA
@@ -53,7 +57,7 @@ custom_op_handlers()[aten._local_scalar_dense.default] = _item
 # --- a penalty on sharded parameters, and the loss of a rank ----------------------------------------------------------
 
 
-def _beside_plain(name: str) -> Callable[[Any, Any], Any]:
+def _with_full_value(name: str) -> Callable[[Any, Any], Any]:
     """An arithmetic operator for a sharded scalar: beside a plain tensor of this rank its full value counts.
 
     A constant, which is the same on every rank, leaves it sharded.
@@ -92,20 +96,48 @@ def _is_of_parameters(t: Any) -> bool:
 
 for _operator in ("add", "sub", "mul", "truediv"):
     for _name in (f"__{_operator}__", f"__r{_operator}__"):
-        setattr(DTensor, _name, _beside_plain(_name))
+        setattr(DTensor, _name, _with_full_value(_name))
         setattr(ShardedTensor, _name, getattr(DTensor, _name))  # no DTensor in torch 2.11
 
 
-_replicate = replicate_scalar()
+_choose_layouts = layout_chooser()
 
 
-def _replicate_or_refuse(op: Any, t: torch.Tensor, mesh: Any, *args: Any) -> Any:
-    if is_own(mesh):
-        refuse_loss(t)
-    return _replicate(op, t, mesh, *args)
+def _choose_or_run(op: Any, args: Any, kwargs: Any, info: Any, *rest: Any) -> Any:
+    """Where torch chooses layouts: an operator that a plain scalar could take part in is run here.
+
+    torch would remember its layouts, and take any scalar for the same value on every rank.
+    """
+    flat, tree = tree_flatten((args, kwargs))
+    tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+    if op.is_view or not _has_scalar(flat, tensors):
+        return _choose_layouts(op, args, kwargs, info, *rest)
+    if all(map(is_sharded, tensors)) or not is_own(info.compute_mesh):
+        return run_in_layouts(op, args, kwargs, info, _choose_layouts(op, args, kwargs, info, *rest))
+    flat = beside_plain(flat, written_tensors(op, args, kwargs))
+    if any(map(is_sharded, flat)):
+        flat = [_on_mesh(t, info.compute_mesh) if isinstance(t, torch.Tensor) else t for t in flat]
+    args, kwargs = tree_unflatten(flat, tree)
+    return op(*args, **kwargs)
 
 
-replace_replicate_scalar(_replicate_or_refuse)
+def _has_scalar(flat: list[Any], tensors: list[torch.Tensor]) -> bool:
+    """Whether there is a scalar beside another tensor. To torch a number is one, of dtype float64 or int64."""
+    if len(tensors) > 1:
+        return any(t.numel() == 1 for t in tensors)
+    alike = tensors[0].ndim == 0 or tensors[0].dtype == torch.float64
+    return alike and any(isinstance(leaf, int | float) for leaf in flat)
+
+
+def _on_mesh(t: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A constant as torch's class."""
+    if is_sharded(t):
+        return t
+    constant = as_replicated(t, mesh)
+    return DTensor(local_of(constant), spec_of(constant), requires_grad=False)
+
+
+replace_layout_chooser(_choose_or_run)
 
 
 def draw_global_where_needed() -> None:

@@ -18,10 +18,13 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fullshard.config.errors import LayoutError, LossLayoutError
 from fullshard.device.torch_private import (
+    current_graph_task_id,
     is_composite,
+    local_of,
     no_dispatch,
     overload_name,
     schema_of,
+    spec_of,
     take_shard,
     tree_flatten,
     tree_leaves,
@@ -50,7 +53,12 @@ def dispatch(op: Any, args: Any, kwargs: Any) -> Any:
             for t in written:
                 write_through(t)
             return _inherited(out, name, written)
-    _check_plain(flat, written)
+    _refuse_activations(flat, written)
+    if name and any(isinstance(t, torch.Tensor) and not is_sharded(t) for t in flat):
+        flat = beside_plain(flat, written)
+        if not any(map(is_sharded, flat)):
+            args, kwargs = tree_unflatten(flat, tree)
+            return op(*args, **kwargs)
     if any(not is_sharded(t) for t in written):
         return _write_to_plain(op, flat, tree, written)
     if torch.Tag.inplace_view in op.tags:
@@ -91,20 +99,16 @@ def _run(op: Any, flat: list[Any], tree: Any, mesh: DeviceMesh) -> Any:
     return run_replicated(op, flat, tree, mesh, choice.why)
 
 
-def _check_plain(flat: list[Any], written: list[torch.Tensor]) -> None:
+def _refuse_activations(flat: list[Any], written: list[torch.Tensor]) -> None:
+    """Refuse plain tensors, other than scalars, beside a parameter that meets none: each rank has different ones."""
     name = _meets_no_plain(t for t in flat if not any(t is w for w in written))
-    if not name:
-        return
-    for t in flat:
-        if not isinstance(t, torch.Tensor) or is_sharded(t):
-            continue
-        if t.ndim:
+    for t in flat if name else ():
+        if isinstance(t, torch.Tensor) and not is_sharded(t) and t.ndim:
             raise LayoutError(
                 f"{name} is sharded and was used together with a plain tensor of shape {tuple(t.shape)}, which differs "
                 f"between ranks, outside the forward of its unit. Call the model, or make the module that was called a "
                 f"unit of its own (auto_wrap_policy)"
             )
-        refuse_loss(t)
 
 
 def _meets_no_plain(leaves: Iterable[Any]) -> str:
@@ -112,15 +116,34 @@ def _meets_no_plain(leaves: Iterable[Any]) -> str:
     return next((name for t in leaves if (name := getattr(t, "meets_no_plain", ""))), "")
 
 
-def refuse_loss(t: torch.Tensor) -> None:
-    """Refuse a plain tensor that needs a gradient, such as a rank's loss, beside a value of a sharded parameter: its
-    gradient would be a global tensor, which each rank's own graph cannot continue with."""
-    if t.requires_grad:
+def beside_plain(flat: list[Any], written: list[torch.Tensor]) -> list[Any]:
+    """The arguments to run an operator with that has values of parameters beside plain tensors of this rank.
+
+    Where no gradient flows to sharded scalars (a penalty), their full values count, and the result is this rank's. A
+    plain tensor without a gradient is a constant beside all others, as in backward. The rest is refused, because the
+    gradient would be a global tensor, which each rank's own graph cannot continue with.
+    """
+    sharded = [t for t in flat if is_sharded(t)]
+    plain = [t for t in flat if isinstance(t, torch.Tensor) and not is_sharded(t)]
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
+    stays_sharded = any(t.ndim for t in sharded) or any(is_sharded(t) for t in written)
+    if not (differentiable or stays_sharded or current_graph_task_id() != -1):
+        return [full_of(t) if is_sharded(t) else t for t in flat]
+    if any(t.requires_grad or (differentiable and any(t is w for w in written)) for t in plain):
         raise LossLayoutError(
             "a value that was computed from sharded parameters, such as a penalty, and a plain tensor that needs a "
             "gradient, such as the loss of this rank, are arguments of the same function: write loss + penalty (or -, "
             "*, /), where the full value of the penalty counts, or use penalty.full_tensor()"
         )
+    return [leaf if any(leaf is w for w in written) else _scalar_reduced(leaf) for leaf in flat]
+
+
+def _scalar_reduced(leaf: Any) -> Any:
+    """A sum over ranks beside a constant: its terms would be multiplied by the constants of several ranks."""
+    if is_sharded(leaf) and not leaf.ndim and has_partial(leaf.placements):
+        reduced = redistributed(leaf, leaf.device_mesh, without_partial(leaf.placements))
+        return type(leaf)(local_of(reduced), spec_of(reduced), requires_grad=False)
+    return leaf
 
 
 def _inherited(out: Any, name: str, written: list[torch.Tensor]) -> Any:

@@ -194,7 +194,7 @@ def test_a_penalty_joins_the_loss_of_a_rank(way, norm, ignored):
     assert total.item() == pytest.approx(totals[runtime.rank()].item(), rel=1e-12)
     assert penalty(model).item() == pytest.approx(penalty(plain).item(), rel=1e-12)  # a collective
     with torch.no_grad():
-        assert combine(loss, penalty(model)).item() == pytest.approx(total.item(), rel=1e-12)
+        assert combine(loss.clone(), penalty(model)).item() == pytest.approx(total.item(), rel=1e-12)
     detached = combine(loss.detach(), penalty(model).detach())
     assert detached.item() == pytest.approx(total.item(), rel=1e-12)
     (sum(totals) / 2).backward()
@@ -202,10 +202,59 @@ def test_a_penalty_joins_the_loss_of_a_rank(way, norm, ignored):
     for name in ("out.weight", "blocks.1.up.weight", "blocks.2.up.weight"):
         expected = plain.get_parameter(name).grad
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), expected)
-    with pytest.raises(LayoutError, match=r"write loss \+ penalty .* or use penalty.full_tensor\(\)"):
-        model(rows[0]).sum().add_(penalty(model))
-    with pytest.raises((LayoutError, RuntimeError), match=r"write loss \+ penalty|got mixed"):  # torch caches layouts
-        torch.add(model(rows[0]).sum(), penalty(model)).backward()
+
+
+FUNCTIONS = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "reversed add": lambda loss, penalty: torch.add(penalty, loss),
+    "maximum": torch.maximum,
+    "lerp": lambda loss, penalty: torch.lerp(loss, penalty, 0.25),
+    "add_": lambda loss, penalty: loss.add_(penalty),
+    "stack": lambda loss, penalty: torch.stack([loss, penalty]).sum(),
+    "where": lambda loss, penalty: torch.where(loss > 0, penalty, loss) + loss,
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_functions_of_a_loss_and_a_penalty(ignored):
+    """They are refused at once where a gradient would flow to both, also where torch has seen such arguments before;
+    without gradients they have the right value."""
+    plain, model = (Stack().double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    model = FSDPv2(model, mesh_for("FULL_SHARD"), ignored_modules=[model.blocks[0]] if ignored else [])
+    x = data(2, 8, seed=runtime.rank()).double()
+
+    def parts(m):
+        return m(x).square().mean() + 0.5, m.out.weight.square().sum()
+
+    refusal = r"write loss \+ penalty .* or use penalty.full_tensor\(\)"
+    for name, function in FUNCTIONS.items():
+        for _ in range(2):
+            with pytest.raises(LayoutError, match=refusal):
+                function(*parts(model))
+            with torch.no_grad():
+                expected, value = (function(*parts(m)) for m in (plain, model))
+                assert value.item() == pytest.approx(expected.item(), rel=1e-12), name
+            expected, value = (function(loss, penalty.detach()) for loss, penalty in map(parts, (plain, model)))
+            assert value.item() == pytest.approx(expected.item(), rel=1e-12), name
+            if name != "add_":
+                two = torch.tensor(2.0, dtype=torch.float64)
+                expected, value = (function(two, parts(m)[1]) for m in (plain, model))
+                assert value.item() == pytest.approx(expected.item(), rel=1e-12), name
+    loss, penalty = parts(model)
+    expected = sum(parts(plain)).item()
+    total = torch.zeros((), dtype=torch.float64)
+    total += penalty
+    own = loss.detach() * penalty
+    assert own.item() == pytest.approx(loss.item() * penalty.item(), rel=1e-12)
+    penalty += loss
+    loss += total
+    for value in (loss, penalty, sum(parts(model))):
+        assert value.item() == pytest.approx(expected, rel=1e-12)
 
 
 @ranks(2)
