@@ -73,12 +73,12 @@ def test_a_checkpoint_of_either_engine_is_resumed_by_either(kind, writer, refere
     same(result(tmp_path), result(reference), SECOND_EPOCH)
 
 
-@pytest.mark.parametrize("seam", [checkpoints.load_model, checkpoints.load_optimizer])
-def test_a_folder_that_cannot_be_loaded_is_refused_by_every_rank(seam, tmp_path):
+@pytest.mark.parametrize("patch", [checkpoints.load_model, checkpoints.load_optimizer])
+def test_a_folder_that_cannot_be_loaded_is_refused_by_every_rank(patch, tmp_path):
     """Accelerate reads on the first rank only, or reports that `metadata is None`."""
     plugin = mock.Mock(fullshard=True, state_dict_type=StateDictType.SHARDED_STATE_DICT)
-    name, objects = (checkpoints.MODEL, 1) if seam is checkpoints.load_model else (checkpoints.OPTIMIZER, 2)
-    load = seam(lambda *args: pytest.fail("it is not complete"))
+    name, objects = (checkpoints.MODEL, 1) if patch is checkpoints.load_model else (checkpoints.OPTIMIZER, 2)
+    load = patch(lambda *args: pytest.fail("it is not complete"))
     with pytest.raises(CheckpointError, match=f"has neither {name}_0/ nor {name}.bin"):
         load(plugin, None, *[None] * objects, tmp_path)
     (tmp_path / f"{name}_0").mkdir()

@@ -112,7 +112,7 @@ def test_every_option_of_the_launcher_is_tried_somewhere():
         "module",
         "test_agent": "module no_python num_cpu_threads_per_process max_restarts grace rdzv_timeout rdzv_conf rdzv_id "
         "monitor_interval log_dir tee role quiet",
-        "integrations/test_seams, test_accelerate": "no_integrations",
+        "hf/test_patches, test_accelerate": "no_integrations",
     }
     keys = {
         "test_files": "compute_environment distributed_type deepspeed_config megatron_lm_config mpirun_config "

@@ -299,7 +299,7 @@ def append(folder, *records):
 
 def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch, impatient):
     running = {"is": "process 1"}
-    for module in ("serve", "run_state"):
+    for module in ("serve", "compare"):
         monkeypatch.setattr(f"fullshard.report.{module}.owner_of", lambda folder: running["is"])
     run = made_run(tmp_path / "run", [training_record(step) for step in (5, 10, 15)])
     live = LivePage([run])
