@@ -231,7 +231,7 @@ def test_curves_can_be_smoothed(browser, pages):
         page.wait(f"{count} == 2")
 
 
-@pytest.mark.parametrize("size", [WIDE, PHONE])
+@pytest.mark.parametrize("size", [pytest.param(WIDE, marks=pytest.mark.slow), PHONE])
 def test_curves_can_be_seen_on_a_log_axis(browser, pages, size):
     with browser.page(*size) as page:
         opened(page, pages / "report.html")
