@@ -52,7 +52,7 @@ SIZES = {"full": (2048, 8, 32000), "quick": (1024, 4, 8000)} if GPU else {"full"
 HEAD = 64 if GPU else 32
 IMPORTED = (
     "accelerate", "transformers.trainer", "torch.distributed.fsdp", "torch.distributed.checkpoint",
-    *(f"fullshard.hf.{name}" for name in ("accelerate_prepare", "four_bit", "fsdp_plugin", "trainer")),
+    *(f"fullshard.hf.{name}" for name in ("accelerate_prepare", "accelerate_state", "four_bit", "trainer")),
 )  # fmt: skip
 """Modules of the libraries and of either engine: they are part of the baseline of memory."""
 STEPS = {"full": 20 if GPU else 8, "quick": 3}

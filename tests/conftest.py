@@ -46,6 +46,8 @@ if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 skips = collections.Counter[str]()
 """How many tests and modules were skipped, by reason."""
+notes: list[str] = []
+"""What the tests noted (`pool.note`)."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,30 +65,42 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if pool.notes:
+    if notes:
         terminalreporter.section("notes")
-        for line in pool.notes:
+        for line in notes:
             terminalreporter.write_line(line)
 
 
-def _judge_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """Count a skip, or turn it into a failure if its reason is not among `REASONS`."""
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why something was skipped, as `REASONS` has it; otherwise empty. For another reason it fails."""
     if report.outcome != "skipped" or hasattr(report, "wasxfail") or not isinstance(report.longrepr, tuple):
-        return
+        return ""
     text = report.longrepr[2].removeprefix("Skipped: ")
-    reason = next((reason for reason in REASONS if text.startswith(reason)), None)
-    if reason is None:
+    reason = next((reason for reason in REASONS if text.startswith(reason)), "")
+    if not reason:
         report.outcome = "failed"
         report.longrepr = f"{report.nodeid} would be skipped: {text!r}; REASONS in tests/conftest.py has no such reason"
-    else:
-        skips[reason] += 1
+    return reason
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    _judge_skip(report)
+    _reason(report)
+    report.user_properties += [("note", line) for line in pool.notes]  # to the process that counts
+    pool.notes.clear()
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if reason := _reason(report):
+        skips[reason] += 1
+    notes.extend(str(line) for name, line in report.user_properties if name == "note")
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if reason := _reason(report):
+        skips[reason] += 1
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -103,7 +117,7 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
     may_lack = collector.config.option.markexpr == "gpu" or importlib.util.find_spec("torch_xla") is not None
-    _judge_skip(report)
+    _reason(report)
     if report.outcome == "failed" and may_lack:
         missing = [name for name in ORACLES if f"No module named '{name}'" in str(report.longrepr)]
         if missing:

@@ -1,4 +1,5 @@
-"""Which of many alike cases the default run takes: every pair of values of two factors, or every n-th case."""
+"""Which of many alike cases the default run takes: every pair of values of two factors, each value once, or every n-th
+case."""
 
 from __future__ import annotations
 
@@ -13,6 +14,16 @@ def thinned(cases: Iterable[Any], every: int = 3) -> list[Any]:
     """All cases for `parametrize`; the default run takes every n-th of them, the rest are slow tests."""
     slow = pytest.mark.slow
     return [case if n % every == 0 else pytest.param(case, marks=slow) for n, case in enumerate(cases)]
+
+
+def crossed(*factors: Sequence[Hashable], pairs: bool = True) -> list[Any]:
+    """Every combination for `parametrize`; the default run takes those of `pairwise`, or without `pairs` just enough to
+    meet each value of each factor. The rest are slow tests."""
+    longest = max(map(len, factors))
+    cover = [tuple(factor[i % len(factor)] for factor in factors) for i in range(longest)]
+    taken = set(pairwise(factors) if pairs else cover)
+    slow = pytest.mark.slow
+    return [row if row in taken else pytest.param(*row, marks=slow) for row in itertools.product(*factors)]
 
 
 def pairwise(factors: Sequence[Sequence[Hashable]]) -> list[tuple[Hashable, ...]]:

@@ -83,6 +83,7 @@ def test_the_tokenizer_can_be_made_again(tmp_path: Path) -> None:
 # --- learning -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @ranks(2, timeout=150)
 def test_an_eighth_of_the_run_already_teaches_it(tmp_path: Path) -> None:
     changes = {

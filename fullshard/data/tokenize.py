@@ -2,7 +2,7 @@
 
 A batch's result depends on its rows alone, and results come in the order of the rows, so the tokens are the same for
 any number of workers. Workers are new processes, not forks (this process may hold GPUs, process groups and threads).
-They run `tokenize_worker.py` and end with this process.
+They run `work` and end with this process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -194,7 +196,8 @@ class _Process:
         # The same module search path. The tokenizers library's own threads would compete with the other workers. A
         # separate process group, so that Ctrl-C reaches only this process, which then ends the worker.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-P", "-m", "fullshard.data.tokenize_worker", str(there.fileno()), str(os.getpid())]
+        program = f"from {__name__} import work; work({there.fileno()}, {os.getpid()})"
+        command = [sys.executable, "-P", "-c", program]
         self._process = subprocess.Popen(
             command, pass_fds=[there.fileno()], env=environment, stdin=subprocess.DEVNULL, process_group=0
         )
@@ -222,3 +225,41 @@ class _Process:
     def end(self) -> None:
         self._process.kill()  # it has no state to save
         self._process.wait()
+
+
+# --- in a worker process --------------------------------------------------------------------------------------------
+
+CHECK_INTERVAL = 1.0
+"""Seconds between looks at whether the parent process is still there."""
+
+
+def work(link: int, parent: int) -> None:
+    """Receive a tokenizer and its settings, then tokenize batches of rows until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    pipe = Connection(link)
+    answer: Any
+    try:
+        setup = pipe.recv_bytes()
+        try:
+            tokenizer, settings = pickle.loads(setup)
+            failure = None
+        except Exception as error:  # such as a class defined in the main program
+            tokenizer = settings = None
+            failure = ("DataError", f"dataloader_num_workers: the tokenizer cannot be used in another process: {error}")
+        while True:
+            rows = pickle.loads(pipe.recv_bytes())
+            try:
+                answer = failure or (None, encode_chunk(rows, tokenizer, settings))
+            except Exception as error:
+                answer = pack_error(error)
+            pipe.send_bytes(pickle.dumps(answer))
+    except (EOFError, OSError):
+        return
+
+
+def _end_with(parent: int) -> None:
+    """Exit when the parent process is gone. The pipe may stay open, if another process has inherited it."""
+    while os.getppid() == parent:
+        time.sleep(CHECK_INTERVAL)
+    os._exit(1)

@@ -28,7 +28,7 @@ PLAIN_OPTIMIZERS = ("optimizer{}.bin", "optimizer.pt")
 
 
 def save_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `accelerate.utils.fsdp_utils.save_fsdp_model`."""
+    """Patch of `accelerate.utils.fsdp_utils.save_fsdp_model`."""
 
     def save(
         fsdp_plugin: Any, accelerator: Any, model: nn.Module, output_dir: Any, model_index: int = 0, **options: Any
@@ -41,7 +41,7 @@ def save_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `accelerate.utils.fsdp_utils.save_fsdp_optimizer`."""
+    """Patch of `accelerate.utils.fsdp_utils.save_fsdp_optimizer`."""
 
     def save(
         fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, output_dir: Any, optimizer_index: int = 0,
@@ -65,7 +65,7 @@ def _mark_incomplete(folder: Path, name: str, first: int) -> None:
 
 
 def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `accelerate.utils.fsdp_utils.load_fsdp_model`."""
+    """Patch of `accelerate.utils.fsdp_utils.load_fsdp_model`."""
 
     def load(
         fsdp_plugin: Any, accelerator: Any, model: nn.Module, input_dir: Any, model_index: int = 0, **options: Any
@@ -81,7 +81,7 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `accelerate.utils.fsdp_utils.load_fsdp_optimizer`."""
+    """Patch of `accelerate.utils.fsdp_utils.load_fsdp_optimizer`."""
 
     def load(
         fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, input_dir: Any, optimizer_index: int = 0,

@@ -27,7 +27,7 @@ def is_served(accelerator: Any) -> bool:
 
 
 def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `Accelerator.prepare`: models first, so that optimizers find the shards."""
+    """Patch of `Accelerator.prepare`: models first, so that optimizers find the shards."""
 
     def prepared(self: Any, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         if not is_served(self):
@@ -71,7 +71,7 @@ def _let_go(optimizers: list[Optimizer], models: list[nn.Module]) -> Iterator[No
 
 
 def prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `Accelerator.prepare_model`; a model for evaluation only is sharded too."""
+    """Patch of `Accelerator.prepare_model`; a model for evaluation only is sharded too."""
 
     def prepared(
         self: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -148,7 +148,7 @@ def _settings(accelerator: Any, settings: EngineSettings) -> EngineSettings:
 
 
 def no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `Accelerator.no_sync`."""
+    """Patch of `Accelerator.no_sync`."""
 
     @contextlib.contextmanager
     def held_back(self: Any, model: nn.Module) -> Iterator[None]:
@@ -159,7 +159,7 @@ def no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `Accelerator.clip_grad_norm_`."""
+    """Patch of `Accelerator.clip_grad_norm_`."""
 
     def clipped(
         self: Any, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -176,7 +176,7 @@ def clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `Accelerator.get_state_dict`: whole values on the first rank, tied ones as one tensor."""
+    """Patch of `Accelerator.get_state_dict`: whole values on the first rank, tied ones as one tensor."""
 
     def whole(self: Any, model: nn.Module, unwrap: bool = True) -> Any:
         if not isinstance(model, FSDPv2):
@@ -187,7 +187,7 @@ def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def clip_grad_value(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `Accelerator.clip_grad_value_`."""
+    """Patch of `Accelerator.clip_grad_value_`."""
 
     def clipped(self: Any, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         if not is_served(self):
@@ -199,7 +199,7 @@ def clip_grad_value(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def join_uneven_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `Accelerator.join_uneven_inputs`."""
+    """Patch of `Accelerator.join_uneven_inputs`."""
 
     @contextlib.contextmanager
     def joined(self: Any, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import nn
 from fullshard.config.errors import QuantizationError
 from fullshard.distributed import runtime
 from fullshard.hf import sync_values
-from fullshard.hf.lazy_parameters import Mapped, Unread
+from fullshard.hf.lazy_parameters import LazyTensor, Mapped
 from fullshard.parallel.model import build_mesh, shard_model
 from fullshard.parallel.settings import EngineSettings
 from fullshard.quant import sharded_groups
@@ -33,7 +33,7 @@ FOREIGN = {"Linear4bit": "load_in_4bit", "Linear8bitLt": "load_in_8bit"}
 
 
 def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `PreTrainedModel.from_pretrained`."""
+    """Patch of `PreTrainedModel.from_pretrained`."""
 
     def load(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         chosen = None
@@ -51,7 +51,7 @@ def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `Bnb4BitHfQuantizer.update_device_map`, for files that hold 4-bit weights."""
+    """Patch of `Bnb4BitHfQuantizer.update_device_map`, for files that hold 4-bit weights."""
     return lambda self, device_map: {"": "cpu"}
 
 
@@ -67,7 +67,7 @@ def quantize_later(model: Any, chosen: Quantization) -> None:
     for name, linear, form in list(linears(model, chosen.skip)):
         if linear not in replaced:
             weight = linear.weight
-            reader = weight.reader if isinstance(weight, Unread) else Mapped(weight.detach())
+            reader = weight.reader if isinstance(weight, LazyTensor) else Mapped(weight.detach())
             replaced[linear] = DeferredNF4Linear.deferred(
                 linear, form, {"weight": reader}, chosen.scheme, chosen.compute_dtype, weight.dtype
             )

@@ -35,13 +35,13 @@ _WITHOUT_VALUES = {
 """What can be asked of a tensor without its values."""
 
 
-class Unread(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A tensor whose values are in files. It becomes an ordinary tensor or parameter when they are used."""
 
     reader: TensorReader
 
     @classmethod
-    def of(cls, reader: TensorReader, dtype: torch.dtype) -> Unread:
+    def of(cls, reader: TensorReader, dtype: torch.dtype) -> LazyTensor:
         """The tensor that `reader` reads, converted to `dtype`."""
         memory = torch.empty(reader.shape, dtype=dtype)
         memory.untyped_storage().resize_(0)
@@ -59,7 +59,7 @@ class Unread(torch.Tensor):
         if func is torch.Tensor.detach and not isinstance(args[0], nn.Parameter):
             return cls.of(args[0].reader, args[0].dtype)  # on the way to a parameter
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Unread):
+            if isinstance(tensor, LazyTensor):
                 tensor.read()
         return func(*args, **kwargs)
 
@@ -111,30 +111,30 @@ class Mapped(TensorReader):
 
 
 def materialize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `transformers.core_model_loading._materialize_copy`, which reads one tensor of a file."""
+    """Patch of `transformers.core_model_loading._materialize_copy`, which reads one tensor of a file."""
 
     def mapped(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         value = tensor[...]
         on_host = value.device.type == "cpu" and torch.device(device or "cpu").type == "cpu"
         if not on_host or not value.is_floating_point():
             return original(value, device, dtype)
-        return Unread.of(Mapped(value), dtype or value.dtype)
+        return LazyTensor.of(Mapped(value), dtype or value.dtype)
 
     return mapped
 
 
 def convert(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `WeightConverter.convert`: tensors that are made of several in the files are not made yet either."""
+    """Patch of `WeightConverter.convert`: tensors that are made of several in the files are not made yet either."""
 
     def converted(self: Any, layer_name: str, model: Any = None, hf_quantizer: Any = None, **options: Any) -> Any:
         parts = self.materialize_tensors()
         flat = [tensor for tensors in parts.values() for tensor in tensors]
-        if hf_quantizer is None and all(isinstance(tensor, Unread) for tensor in flat):
+        if hf_quantizer is None and all(isinstance(tensor, LazyTensor) for tensor in flat):
             try:
                 readers = converted_readers(
                     self, layer_name, {key: [one.reader for one in tensors] for key, tensors in parts.items()}, model
                 )
-                return {name: Unread.of(reader, flat[0].dtype) for name, reader in readers.items()}
+                return {name: LazyTensor.of(reader, flat[0].dtype) for name, reader in readers.items()}
             except (ValueError, RuntimeError, IndexError, AttributeError):
                 pass  # transformers has its own words for it
         self.collected_tensors.update(parts)

@@ -1,8 +1,8 @@
 """The places in other libraries that fullshard replaces, in one table, and how they are replaced.
 
-`fullshard launch` calls `install()` in every process before the script runs. A seam is put in place right after the
+`fullshard launch` calls `install()` in every process before the script runs. A patch is put in place right after the
 library's module has been imported, before anything else can import a name from it. Nothing is imported here: a script
-that does not use a library pays nothing for its seams. `docs/integrations.md` lists the seams for users.
+that does not use a library pays nothing for its patches. `docs/integrations.md` lists the patches for users.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fullshard.version import version_numbers
 VARIABLE = "FULLSHARD_INTEGRATIONS"
 """The environment variable that `fullshard launch --no_integrations` sets to `off`."""
 OLDEST = {"accelerate": "1.15", "transformers": "5.17", "trl": "1.16"}
-"""The oldest version of each library that the seams fit. Whether a newer one still has what they need is read from its
-source (`missing`). The versions of torch are fullshard's own requirement."""
+"""The oldest version of each library that the patches fit. Whether a newer one still has what they need is read from
+its source (`missing`). The versions of torch are fullshard's own requirement."""
 _HOME = "fullshard.hf."
 TORCH_FSDP = (
     "summon_full_params", "state_dict_type", "set_state_dict_type", "get_state_dict_type", "optim_state_dict",
@@ -41,7 +41,7 @@ which torch's own checkpoints recognize modules of that class."""
 
 
 @dataclass(frozen=True)
-class Seam:
+class Patch:
     """One replaced attribute of another library."""
 
     module: str
@@ -55,124 +55,124 @@ class Seam:
     why: str
 
 
-SEAMS = (
-    Seam(
+PATCHES = (
+    Patch(
         "accelerate.state", "PartialState.__init__", f"{_HOME}accelerate_state:partial_state",
         "self cpu",
         "fullshard sets up the process group and chooses the device, on CPUs too",
     ),
-    Seam(
+    Patch(
         "accelerate.state", "AcceleratorState.__init__", f"{_HOME}accelerate_state:accelerator_state",
         "self fsdp_plugin",
         "FSDP is on for CPU ranks and for one process as well",
     ),
-    Seam(
-        "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__", f"{_HOME}fsdp_plugin:plugin",
+    Patch(
+        "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__", f"{_HOME}accelerate_state:plugin",
         "fsdp_version reshard_after_forward cpu_offload backward_prefetch state_dict_type "
         "auto_wrap_policy transformer_cls_names_to_wrap min_num_params activation_checkpointing "
         "activation_checkpointing_offload ignored_modules mixed_precision_policy "
         "cpu_ram_efficient_loading",
         "the strategy and its options are read by fullshard, before the plugin drops some of them",
     ),
-    Seam(
+    Patch(
         "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.set_state_dict_type",
-        f"{_HOME}fsdp_plugin:set_state_dict_type",
+        f"{_HOME}accelerate_state:set_state_dict_type",
         "self state_dict_type",
         "the type can change between saves: Accelerate keeps the options of the first type",
     ),
-    Seam(
+    Patch(
         "accelerate.accelerator", "Accelerator.prepare", f"{_HOME}accelerate_prepare:prepare",
         "self device_placement",
         "models, optimizers and loaders in any order and number, a model alone included",
     ),
-    Seam(
+    Patch(
         "accelerate.accelerator", "Accelerator.prepare_model", f"{_HOME}accelerate_prepare:prepare_model",
         "self model device_placement evaluation_mode",
         "the model is sharded by fullshard, one for evaluation only too",
     ),
-    Seam(
+    Patch(
         "accelerate.accelerator", "Accelerator.no_sync", f"{_HOME}accelerate_prepare:no_sync",
         "self model",
         "gradient accumulation is the engine's",
     ),
-    Seam(
+    Patch(
         "accelerate.accelerator", "Accelerator.clip_grad_norm_", f"{_HOME}accelerate_prepare:clip_grad_norm",
         "self parameters max_norm norm_type",
         "the norm is exact on every mesh",
     ),
-    Seam(
+    Patch(
         "accelerate.accelerator", "Accelerator.get_state_dict", f"{_HOME}accelerate_prepare:get_state_dict",
         "self model unwrap",
         "tied weights stay one tensor, which `save_pretrained` writes once",
     ),
-    Seam(
+    Patch(
         "accelerate.accelerator", "Accelerator.clip_grad_value_", f"{_HOME}accelerate_prepare:clip_grad_value",
         "self parameters clip_value",
         "Accelerate refuses it under FSDP",
     ),
-    Seam(
+    Patch(
         "accelerate.accelerator", "Accelerator.join_uneven_inputs", f"{_HOME}accelerate_prepare:join_uneven_inputs",
         "self joinables even_batches",
         "ranks with fewer batches would leave the others waiting",
     ),
-    Seam(
+    Patch(
         "accelerate.utils.fsdp_utils", "save_fsdp_model", f"{_HOME}accelerate_checkpoints:save_model",
         "fsdp_plugin accelerator model output_dir model_index",
         "a folder that is being written over does not look complete",
     ),
-    Seam(
+    Patch(
         "accelerate.utils.fsdp_utils", "save_fsdp_optimizer", f"{_HOME}accelerate_checkpoints:save_optimizer",
         "fsdp_plugin accelerator optimizer model output_dir optimizer_index",
         "the same for the optimizer",
     ),
-    Seam(
+    Patch(
         "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_HOME}accelerate_checkpoints:load_model",
         "fsdp_plugin accelerator model input_dir model_index",
         "a checkpoint is read in the form it has, also that of a run without FSDP",
     ),
-    Seam(
+    Patch(
         "accelerate.utils.fsdp_utils", "load_fsdp_optimizer", f"{_HOME}accelerate_checkpoints:load_optimizer",
         "fsdp_plugin accelerator optimizer model input_dir optimizer_index",
         "the same for the optimizer",
     ),
-    Seam(
+    Patch(
         "transformers.training_args", "TrainingArguments._process_fsdp_args", f"{_HOME}trainer:fsdp_arguments",
         "self",
         "`fsdp` and `fsdp_config` are read by fullshard, hybrid strategies and prefetching included",
     ),
-    Seam(
+    Patch(
         "transformers.trainer", "Trainer.save_model", f"{_HOME}trainer:save_model",
         "self output_dir _internal_call",
         "whole weights are written whatever the state-dict type",
     ),
-    Seam(
+    Patch(
         "transformers.core_model_loading", "_materialize_copy", f"{_HOME}lazy_parameters:materialize",
         "tensor device dtype",
         "weights stay in their files until they are used or sharded",
     ),
-    Seam(
+    Patch(
         "transformers.core_model_loading", "WeightConverter.convert", f"{_HOME}lazy_parameters:convert",
         "self layer_name model hf_quantizer",
         "the same for weights that transformers puts together from several tensors, such as fused experts",
     ),
-    Seam(
+    Patch(
         "transformers.modeling_utils", "PreTrainedModel.from_pretrained", f"{_HOME}four_bit:from_pretrained",
         "cls pretrained_model_name_or_path",
         "`BitsAndBytesConfig(load_in_4bit=True)` gives fullshard's 4-bit layers, which can be sharded",
     ),
-    Seam(
+    Patch(
         "transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer.update_device_map",
         f"{_HOME}four_bit:load_on_host",
         "self device_map",
         "files that hold 4-bit weights are loaded on the host, as others are",
     ),
-    Seam(
+    Patch(
         "trl.models.utils", "prepare_fsdp", f"{_HOME}trainer:prepare_fsdp",
         "model accelerator",
         "reference models are sharded by fullshard",
     ),
     *(
-        Seam(
+        Patch(
             "torch.distributed.fsdp.fully_sharded_data_parallel", f"FullyShardedDataParallel.{name}",
             f"{_HOME}torch_fsdp:{name}", "",
             "models that fullshard has sharded are served, or it is refused by name",
@@ -184,7 +184,7 @@ SEAMS = (
 
 
 def install() -> None:
-    """Put the seams in place as their modules are imported. For processes of `fullshard launch`, before the script."""
+    """Patch modules as they are imported. For processes of `fullshard launch`, before the script."""
     if os.environ.get(VARIABLE, "on").lower() not in ("off", "0", "false", "no"):
         sys.meta_path.insert(0, _Finder(_chosen()))
 
@@ -195,9 +195,9 @@ def _chosen() -> dict[str, list[Callable[[ModuleType], None]]]:
     if engines.current().drives_machine:
         return {"accelerate.accelerator": [_refuse_on_xla]}
     if not missing("accelerate"):
-        for seam in SEAMS:
-            if not missing(_library(seam)):
-                changes.setdefault(seam.module, []).append(functools.partial(_replace, seam))
+        for patch in PATCHES:
+            if not missing(_library(patch)):
+                changes.setdefault(patch.module, []).append(functools.partial(_replace, patch))
     for library, module, attribute in (
         ("accelerate", "accelerate.accelerator", "Accelerator.__init__"),
         ("transformers", "transformers.trainer", "Trainer.__init__"),
@@ -210,7 +210,7 @@ def _chosen() -> dict[str, list[Callable[[ModuleType], None]]]:
 
 @functools.cache
 def missing(library: str) -> tuple[str, ...]:
-    """What the seams need and the installed version of a library lacks, by name; nothing of it is imported."""
+    """What the patches need and the installed version of a library lacks, by name; nothing of it is imported."""
     try:
         version = importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
@@ -221,21 +221,21 @@ def missing(library: str) -> tuple[str, ...]:
     if version_numbers(version) < version_numbers(OLDEST[library]):
         return (f"{library} {OLDEST[library]} or newer",)
     folder = Path(next(iter(package.submodule_search_locations)))
-    return tuple(lack for seam in SEAMS if _library(seam) == library and (lack := _lack(seam, folder)))
+    return tuple(lack for patch in PATCHES if _library(patch) == library and (lack := _lack(patch, folder)))
 
 
-def _library(seam: Seam) -> str:
-    return seam.module.split(".")[0]
+def _library(patch: Patch) -> str:
+    return patch.module.split(".")[0]
 
 
-def _lack(seam: Seam, folder: Path) -> str:
-    """What a library in a folder lacks for a seam; empty if the seam fits. A new parameter must be optional."""
-    file = folder.joinpath(*seam.module.split(".")[1:])
+def _lack(patch: Patch, folder: Path) -> str:
+    """What a library in a folder lacks for a patch; empty if the patch fits. A new parameter must be optional."""
+    file = folder.joinpath(*patch.module.split(".")[1:])
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
     if not file.is_file():
-        return seam.module
-    parameters = _parameters(ast.parse(file.read_bytes()), seam.attribute)
-    name, needs = f"{seam.module}.{seam.attribute}", seam.needs.split()
+        return patch.module
+    parameters = _parameters(ast.parse(file.read_bytes()), patch.attribute)
+    name, needs = f"{patch.module}.{patch.attribute}", patch.needs.split()
     if parameters is None:
         return name
     required = {parameter for parameter, optional in parameters.items() if not optional}
@@ -265,20 +265,20 @@ def _parameters(module: ast.Module, attribute: str) -> dict[str, bool] | None:
     return None
 
 
-def _replace(seam: Seam, module: ModuleType) -> None:
-    owner, name = _owner(module, seam.attribute)
+def _replace(patch: Patch, module: ModuleType) -> None:
+    owner, name = _owner(module, patch.attribute)
     attribute = vars(owner)[name]
     kind = type(attribute) if isinstance(attribute, classmethod | staticmethod) else None
     original = attribute.__func__ if kind else attribute
 
     @functools.cache
     def replacement() -> Callable[..., Any]:
-        home, function = seam.replacement.split(":")
+        home, function = patch.replacement.split(":")
         return getattr(importlib.import_module(home), function)(original)
 
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        # Imported at the first call: the library's own import is still under way when a seam is put in place.
+        # Imported at the first call: the library's own import is still under way when a patch is put in place.
         return replacement()(*args, **kwargs)
 
     setattr(owner, name, kind(replaced) if kind else replaced)
@@ -307,7 +307,7 @@ def _announce_fallback(library: str, attribute: str, module: ModuleType) -> None
         from fullshard.distributed import runtime
 
         runtime.warn_once(
-            f"{library} lacks a seam",
+            f"{library} lacks a patched name",
             f"{library} {importlib.metadata.version(library)} lacks what fullshard's integrations need "
             f"({'; '.join(missing(library))}), so {library} runs as it is, on its own engine. Install a version that "
             f"has it ({library} {OLDEST[library]} does), or use --no_integrations to leave this message out",

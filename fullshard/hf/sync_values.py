@@ -1,8 +1,8 @@
 """Which values of a model the ranks have alike; the others are taken from the first rank.
 
-Values that are still in their files (`unread.py`) are not looked at, except for a few: every rank reads its own slices
-of them. All others are compared by a checksum of every byte, whatever a script has done to them and by which means.
-Only those that differ are sent through the network.
+Values that are still in their files (`lazy_parameters.py`) are not looked at, except for a few: every rank reads its
+own slices of them. All others are compared by a checksum of every byte, whatever a script has done to them and by which
+means. Only those that differ are sent through the network.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.device.torch_private import buffers_of
 from fullshard.distributed import runtime
 from fullshard.fsdp.shard import broadcast
-from fullshard.hf.lazy_parameters import Unread
+from fullshard.hf.lazy_parameters import LazyTensor
 from fullshard.spmd.mesh import Mesh
 
 CHUNK = 2**17
@@ -59,7 +59,7 @@ def _alike(parameters: list[nn.Parameter]) -> list[bool]:
 
 def _fingerprint(parameter: nn.Parameter) -> torch.Tensor:
     """A checksum of a parameter's values, and whether they are in memory."""
-    read = not isinstance(parameter, Unread)
+    read = not isinstance(parameter, LazyTensor)
     value = parameter.detach() if read else parameter.read_slices(_sample(parameter.shape))
     return torch.stack([checksum(value), torch.full((), int(read), device=value.device)])
 

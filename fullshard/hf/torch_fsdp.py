@@ -15,8 +15,8 @@ from fullshard.hf.patches import TORCH_FSDP
 Method = Callable[..., Any]
 
 
-def _seam(name: str) -> Callable[[Method], Method]:
-    """The seam of one method: `FSDPv2`'s own, where a module among the arguments holds wrapped ones."""
+def _patch(name: str) -> Callable[[Method], Method]:
+    """The patch of one method: `FSDPv2`'s own, where a module among the arguments holds wrapped ones."""
 
     def replacement(original: Method) -> Method:
         @functools.wraps(original)
@@ -34,7 +34,7 @@ def _seam(name: str) -> Callable[[Method], Method]:
 
 
 def __getattr__(name: str) -> Any:
-    """The seam of each method, by which the table names it."""
+    """The patch of each method, by which the table names it."""
     if name in TORCH_FSDP:
-        return _seam(name)
+        return _patch(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

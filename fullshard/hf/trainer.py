@@ -11,14 +11,14 @@ from fullshard.config.options import options_of
 from fullshard.distributed import engines, runtime
 from fullshard.fsdp import FSDPv2
 from fullshard.hf.accelerate_prepare import is_served, shard
-from fullshard.hf.fsdp_plugin import NAMES
+from fullshard.hf.accelerate_state import NAMES
 from fullshard.parallel.fsdp_flags import read_section, read_words, settings_from_trainer_flags
 from fullshard.parallel.ignored_options import IGNORED_OPTIONS
 from fullshard.parallel.settings import EngineSettings, overlay
 
 
 def prepare_fsdp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `trl.models.utils.prepare_fsdp`, which shards a reference model with torch's `fully_shard`."""
+    """Patch of `trl.models.utils.prepare_fsdp`, which shards a reference model with torch's `fully_shard`."""
 
     def prepared(model: Any, accelerator: Any) -> Any:
         if not is_served(accelerator):
@@ -34,7 +34,7 @@ _PLUGIN_NAMES = {setting: keyword for keyword, setting in NAMES.items()}
 
 
 def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `TrainingArguments._process_fsdp_args`: `fsdp` and `fsdp_config` as keywords of the plugin.
+    """Patch of `TrainingArguments._process_fsdp_args`: `fsdp` and `fsdp_config` as keywords of the plugin.
 
     They are read here, as `fullshard launch` reads them: transformers turns the hybrid strategies into FULL_SHARD and
     fills in defaults that would overrule the launched settings.
@@ -77,7 +77,7 @@ def _not_of_the_plugin(names: set[str], values: dict[str, Any]) -> Iterator[str]
 
 
 def save_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seam of `Trainer.save_model`: whole weights whatever the state-dict type.
+    """Patch of `Trainer.save_model`: whole weights whatever the state-dict type.
 
     The call from within a checkpoint is left as it is: the checkpoint holds the sharded weights already.
     """

@@ -6,6 +6,7 @@ import bisect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from fullshard.report.charts import Chart
@@ -13,12 +14,27 @@ from fullshard.report.page import Contents, escape, figures, folded, note, secti
 from fullshard.report.records import is_number
 from fullshard.report.run_charts import CURVES, curve_chart, labels, metric_charts, other_charts
 from fullshard.report.run_record import RunRecord
-from fullshard.report.run_state import last_step, state_of, total_steps, training_seconds
 from fullshard.report.run_summary import summary_of
-from fullshard.sft.output_dir import HARMLESS
+from fullshard.sft.output_dir import HARMLESS, lock_owner
 
 ABSENT = object()
 """The value of a setting that a run has not recorded."""
+
+
+class RunState(Enum):
+    """What a run is doing."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    ENDED = "ended early"
+
+
+def state_of(run: RunRecord) -> RunState:
+    """The state of a run. A run that is going on holds the lock of its folder, which the system releases however the
+    process ends; where the file system has no locks, it seems to have ended early."""
+    if lock_owner(run.folder) is not None:
+        return RunState.RUNNING
+    return RunState.FINISHED if run.has_finished else RunState.ENDED
 
 
 def comparison(runs: Sequence[RunRecord]) -> Contents:
@@ -42,11 +58,11 @@ def comparison(runs: Sequence[RunRecord]) -> Contents:
 
 def numbers(run: RunRecord) -> dict[str, Any]:
     """The results of a run as numbers."""
-    seconds, evaluations = training_seconds(run)[-1][1], run.series("eval_loss")
+    seconds, evaluations = run.training_seconds[-1][1], run.series("eval_loss")
     losses = [value for _, value in evaluations if value is not None]
     return {
         "folder": str(run.folder), "name": run.name, "state": state_of(run).value,
-        "steps": last_step(run), "total_steps": total_steps(run), "tokens": run.last("num_tokens"),
+        "steps": run.last_step, "total_steps": run.total_steps, "tokens": run.last("num_tokens"),
         "training_seconds": seconds or None, "loss": run.last("loss"), "train_loss": run.last("train_loss"),
         "mean_token_accuracy": run.last("mean_token_accuracy"), "eval_loss": run.last("eval_loss"),
         "best_eval_loss": min(losses, default=None), "eval_mean_token_accuracy": run.last("eval_mean_token_accuracy"),
@@ -64,7 +80,7 @@ def loss_by(runs: Sequence[RunRecord]) -> list[Chart]:
     """The losses over trained tokens and over training time, which compare runs with different batches."""
     curve = replace(next(one for one in CURVES if one.id == "loss"), wide=False)
     tokens = [_tokens(run) for run in runs]
-    times = [training_seconds(run) for run in runs]
+    times = [run.training_seconds for run in runs]
     longest = max((time[-1][1] for time in times), default=0.0)
     size, unit = next(((size, unit) for size, unit in UNITS if longest >= 3 * size), UNITS[-1])
     charts = (
@@ -165,9 +181,9 @@ def _answers(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
         f'<article class="sample"><h3>Prompt</h3><pre dir="auto">{escape(prompt)}</pre><div class="answers">'
         + "".join(
             f'<div><h4>{escape(name)}</h4><pre dir="auto">{escape(text) or "(nothing)"}</pre></div>'
-            for name, text in found.items()
+            for name, text in by_run.items()
         )
         + "</div></article>"
-        for prompt, found in answers.items()
-        if len(found) > 1
+        for prompt, by_run in answers.items()
+        if len(by_run) > 1
     ]

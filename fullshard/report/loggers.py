@@ -1,25 +1,75 @@
 """Metric loggers: TensorBoard and Weights & Biases behind one small interface, and those of transformers as callbacks.
 
-`logger_names.py` says which ones a run asks for. A logger of ours that fails is disabled with one warning; training
-continues.
+A logger of ours that fails is disabled with one warning; training continues. Importing this does not import torch.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import as_list
 from fullshard.config.paths import replace_text
-from fullshard.distributed import runtime
-from fullshard.report.logger_names import OWN, asked_for
 from fullshard.report.records import Sample
+
+OWN = ("tensorboard", "wandb")
+"""Loggers of our own; the others are transformers' callbacks."""
+LOGGER_PACKAGES = {
+    "tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow",), "trackio": ("trackio",),
+    "comet_ml": ("comet_ml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",),
+    "dagshub": ("dagshub", "mlflow"), "dvclive": ("dvclive",), "neptune": ("neptune",), "swanlab": ("swanlab",),
+    "flyte": ("flytekit",), "azure_ml": ("azureml.core",), "kubeflow": (),
+}  # fmt: skip
+"""Every logger, with the packages that it needs."""
+
+
+def requested_loggers(report_to: str) -> list[str]:
+    """The loggers that `report_to` names, and those that auto and all stand for: what is installed."""
+    names = as_list(report_to)
+    groups = {"auto": OWN[:1], "all": tuple(name for name in LOGGER_PACKAGES if _is_usable(name))}
+    implied = [name for word in names for name in groups.get(word, ()) if not _missing(LOGGER_PACKAGES[name])]
+    return [name for name in LOGGER_PACKAGES if name in (*names, *implied)]
+
+
+def check_report_to(report_to: str) -> None:
+    """Refuse a logger that is asked for by name and not installed."""
+    for name in as_list(report_to):
+        if missing := _missing(LOGGER_PACKAGES.get(name, ())):
+            raise ConfigError(
+                f"report_to names {name}, which is not installed; pip install {missing}, or leave report_to out: "
+                f"metrics.jsonl is always written."
+            )
+
+
+def _is_usable(name: str) -> bool:
+    """Whether `all` includes it: Kubeflow's needs a job that runs there, MLflow's and Comet's can be turned off."""
+    variable = {"kubeflow": "KUBEFLOW_TRAINER_SERVER_URL", "comet_ml": "COMET_API_KEY"}.get(name)
+    off = os.environ.get(f"DISABLE_{name.upper()}_INTEGRATION", "").upper() == "TRUE"
+    return not _missing(LOGGER_PACKAGES[name]) and not off and (variable is None or variable in os.environ)
+
+
+def _missing(packages: Iterable[str]) -> str:
+    return " ".join(package.replace(".", "-") for package in packages if not _is_installed(package))
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package, or a module of one, can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False  # the package of the module
+
+
+# --- the loggers --------------------------------------------------------------------------------------------------
 
 TENSORBOARD = "runs"
 WANDB = "wandb.json"
@@ -67,7 +117,7 @@ def opener(
 ) -> OpenLoggers:
     """A function that opens the loggers named in `report_to` that are installed; they record `settings`. `events` is
     another folder for TensorBoard's files than the run's own."""
-    names = asked_for(report_to)
+    names = requested_loggers(report_to)
 
     def open_all(folder: Path, step: int) -> list[MetricLogger]:
         loggers: list[MetricLogger] = []
@@ -84,7 +134,7 @@ def opener(
 
 def callbacks(report_to: str) -> list[Any]:
     """transformers' callbacks for the loggers in `report_to` that are not ours. They log on the first rank."""
-    names = [name for name in asked_for(report_to) if name not in OWN]
+    names = [name for name in requested_loggers(report_to) if name not in OWN]
     if not names:
         return []
     from transformers.integrations import get_reporting_integration_callbacks
@@ -97,6 +147,8 @@ def attempt(what: str, act: Callable[[], Any]) -> Any:
     try:
         return act()
     except Exception as error:
+        from fullshard.distributed import runtime
+
         reason = str(error).strip().splitlines()
         runtime.get_logger().warning(
             "%s: %s; training continues without it", what, reason[0] if reason else repr(error)

@@ -27,9 +27,8 @@ from fullshard.distributed import runtime
 from fullshard.distributed.progress import resolve_progress
 from fullshard.distributed.terminal_text import print_text
 from fullshard.report.loggers import MetricLogger, OpenLoggers, attempt, no_loggers
-from fullshard.report.records import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, Sample, finite
+from fullshard.report.records import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, Sample, add_thinned, finite
 from fullshard.report.terminal import Clock, LiveBar, step_line, width_of_stdout
-from fullshard.report.thinning import add_thinned
 
 MOST = 500
 """The most warnings of a run that are recorded."""
@@ -177,7 +176,7 @@ class Reporter:
         self.is_main = runtime.is_main()
         self.mode = resolve_progress(progress)
         self.history: list[dict[str, Any]] = []
-        """The logged records; of a very long run those that `thinning.py` keeps."""
+        """The logged records; of a very long run those that stay (`records.add_thinned`)."""
         self.events = EventLog(folder) if self.is_main else None
         self._open_loggers, self._loggers = open_loggers, list[MetricLogger]()
         self._file: Any = None
@@ -283,13 +282,13 @@ def sample_text(sample: Sample) -> str:
 
 def _keep(path: Path, step: int) -> list[dict[str, Any]]:
     """Truncate a JSON lines file after this step; returns the records that remain, thinned where they are many."""
-    kept: list[dict[str, Any]] = []
+    remaining: list[dict[str, Any]] = []
     with replaced_text(path) as file:
         for record in _read(path) if step and path.exists() else ():
             if record["step"] <= step:
                 file.write(json.dumps(record) + "\n")
-                add_thinned(kept, record)
-    return kept
+                add_thinned(remaining, record)
+    return remaining
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:

@@ -299,7 +299,7 @@ def traffic_rows(run: RunRecord) -> list[list[Any]]:
         kinds = plan.get(place)
         for kind, sent in kinds.items() if isinstance(kinds, dict) else ():
             what = "gathered parameters" if str(kind).startswith("gather") else PLANNED.get(str(kind))
-            planned[what or "metrics and clipping"] += sent if is_number(sent) else 0
+            planned[what or "metrics and clipping"] += int(sent) if is_number(sent) else 0
     measured = {part: sum(one.get(part, 0.0) for one in units.values()) for part in SENT} if units else {}
     rows = [[part, measured.get(part), planned.get(part)] for part in dict.fromkeys([*measured, *planned])]
     return [[part, *("" if sent is None else memory_size(int(sent)) for sent in numbers)] for part, *numbers in rows]

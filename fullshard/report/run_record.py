@@ -29,11 +29,14 @@ from fullshard.report.records import (
     SETTINGS_FILE,
     STEP_FILE,
     finite,
+    is_long,
     is_number,
+    thin,
 )
-from fullshard.report.thinning import is_long, thin
 
 Record = dict[str, Any]
+ENDINGS = ("start", "resume", "end", "failed", "stopped")
+"""The kinds of events by which training begins or ends."""
 LARGEST_STEP = 2**53
 """Larger numbers are no steps, and cannot be told apart in charts."""
 
@@ -51,7 +54,7 @@ class RunRecord:
     """What else `settings.json` says: `name`, `base`, `data`, `method`, `hardware`, `ranks`, `engine`, `notes`,
     `versions`, `steps` to train."""
     metrics: tuple[Record, ...]
-    """The lines of `metrics.jsonl`, or those that are kept of very many (`thinning.py`)."""
+    """The lines of `metrics.jsonl`, or of very many those that stay (`records.thin`)."""
     samples: tuple[Record, ...]
     """The lines of `samples.jsonl`."""
     events: tuple[Record, ...]
@@ -106,6 +109,36 @@ class RunRecord:
     def of_kind(self, *kinds: str) -> list[Record]:
         """The events of some kinds."""
         return [event for event in self.events if event.get("kind") in kinds]
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the last training in the folder came to its end: by its events, or, from before there were any, by
+        the totals that it logs after its last step."""
+        if events := self.of_kind(*ENDINGS):
+            return bool(events[-1]["kind"] == "end")
+        lines = [one for one in self.metrics if {"train_runtime", "loss"} & one.keys()]
+        return bool(lines) and "train_runtime" in lines[-1]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged."""
+        return int(max((record["step"] for record in self.metrics), default=0))
+
+    @property
+    def total_steps(self) -> int | None:
+        """The number of steps to train; None if it is not known."""
+        steps = self.about.get("steps", self.settings.get("max_steps"))
+        return int(steps) if is_number(steps) and steps > 0 else None
+
+    @property
+    def training_seconds(self) -> list[tuple[float, float]]:
+        """(step, seconds of training until then), without evaluations and pauses: reckoned from tokens and speed."""
+        points = [
+            (float(record["step"]), seconds)
+            for record, seconds in zip(self.metrics, self.seconds, strict=True)
+            if is_number(record.get("num_tokens")) and is_number(record.get("tokens_per_second"))
+        ]
+        return [(0.0, 0.0), *points]
 
 
 def _plain(value: Any) -> Any:
@@ -258,8 +291,8 @@ class MetricsReader(LineReader):
         self.records.append(record)
         self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + self._seconds_of(record))
         if is_long(self.records):
-            kept = thin(self.records)
-            self.records, self.seconds = [self.records[i] for i in kept], [self.seconds[i] for i in kept]
+            indices = thin(self.records)
+            self.records, self.seconds = [self.records[i] for i in indices], [self.seconds[i] for i in indices]
 
     def _seconds_of(self, record: Record) -> float:
         """The time that was spent on steps since the record before, reckoned from tokens and speed."""

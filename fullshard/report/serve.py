@@ -29,13 +29,12 @@ from urllib.parse import parse_qs, urlsplit
 
 from fullshard.config.errors import ConfigError, UserError
 from fullshard.distributed.terminal_text import print_text
-from fullshard.report.compare import comparison
+from fullshard.report.compare import RunState, comparison, state_of
 from fullshard.report.html_report import contents
 from fullshard.report.page import Contents, body, escape, whole_page
 from fullshard.report.records import METRICS_FILE
 from fullshard.report.run_charts import labels
 from fullshard.report.run_record import RunReader, RunRecord
-from fullshard.report.run_state import RunState, has_finished, last_step, state_of, total_steps, training_seconds
 from fullshard.sft.output_dir import lock_owner
 
 HOST = "127.0.0.1"
@@ -298,7 +297,7 @@ class RunWatch:
     def _has_finished(self) -> bool:
         there = _files(self.folder)
         if self._read is None or self._read[0] != there:
-            self._read = there, has_finished(self.run.read())
+            self._read = there, self.run.read().has_finished
         return self._read[1]
 
 
@@ -391,11 +390,11 @@ def lead(runs: Sequence[RunRecord], over: bool) -> str:
 
 def _progress(run: RunRecord) -> str:
     """How far a run is, and when it will end."""
-    step, total = last_step(run), total_steps(run)
+    step, total = run.last_step, run.total_steps
     if not run.metrics:
         return "no values yet"
     parts = [f"step {step:,} of {total:,}" if total else f"step {step:,}"]
-    trained, seconds = training_seconds(run)[-1]
+    trained, seconds = run.training_seconds[-1]
     if total and trained and total > step:
         parts.append(f"about {timedelta(seconds=round((total - step) * seconds / trained))} of training left")
     if run.changed_at is not None:
@@ -404,14 +403,14 @@ def _progress(run: RunRecord) -> str:
 
 
 def _bar(run: RunRecord) -> str:
-    total = total_steps(run)
-    return f' <progress value="{last_step(run)}" max="{total}" aria-label="Steps"></progress>' if total else ""
+    total = run.total_steps
+    return f' <progress value="{run.last_step}" max="{total}" aria-label="Steps"></progress>' if total else ""
 
 
 def _ending(run: RunRecord) -> str:
     if state_of(run) is RunState.RUNNING:
         return "running"
-    if has_finished(run):
-        return f"finished at step {last_step(run):,}"
-    total = total_steps(run)
-    return f"ended at step {last_step(run):,}{f' of {total:,}' if total else ''}, before it had finished"
+    if run.has_finished:
+        return f"finished at step {run.last_step:,}"
+    total = run.total_steps
+    return f"ended at step {run.last_step:,}{f' of {total:,}' if total else ''}, before it had finished"

@@ -24,7 +24,7 @@ from fullshard.distributed import engines
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
 from fullshard.parallel.fsdp_flags import settings_from_trainer_flags
 from fullshard.parallel.settings import EngineSettings
-from fullshard.report.logger_names import check_report_to
+from fullshard.report.loggers import check_report_to
 from fullshard.sft import output_dir
 from fullshard.sft.cli_args import Arguments, CommandConfig, config_of
 from fullshard.sft.run_data import (

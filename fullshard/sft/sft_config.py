@@ -19,7 +19,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.config.options import TakesOtherNames, as_list, convert, for_scripts, nearest, option, options_of
 from fullshard.optim import lr_schedule
 from fullshard.optim import names as optimizer_names
-from fullshard.report.logger_names import KNOWN
+from fullshard.report.loggers import LOGGER_PACKAGES
 from fullshard.sft.adapter_options import AdapterOptions
 from fullshard.sft.data_options import DataOptions
 from fullshard.sft.training_arguments import ActivationOptions, ArgumentMethods, TrainerOptions
@@ -313,9 +313,9 @@ class SFTConfig(
             raise ConfigError("bf16 and fp16 are both on; choose one.")
         if (self.resume or self.resumes_newest) and self.overwrite:
             raise ConfigError("resume and overwrite are both on; choose one.")
-        unknown = [name for name in as_list(self.report_to) if name not in (*KNOWN, "auto", "all", "none")]
+        unknown = [name for name in as_list(self.report_to) if name not in (*LOGGER_PACKAGES, "auto", "all", "none")]
         if unknown:
-            hint = nearest(unknown[0], KNOWN) or f"; expected auto, all, none, {', '.join(KNOWN)}"
+            hint = nearest(unknown[0], LOGGER_PACKAGES) or f"; expected auto, all, none, {', '.join(LOGGER_PACKAGES)}"
             raise ConfigError(f"report_to names {', '.join(unknown)}{hint}.")
         if self.loss_type == "dft" and self.label_smoothing_factor:
             raise ConfigError("label_smoothing_factor is for loss_type nll, and loss_type is dft; choose one.")

@@ -15,6 +15,7 @@ from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.fsdp.test_forward_backward import loss_backward, run
 from tests.fsdp.test_silent_errors import assert_same_values, data, every_strategy, pair
 from tests.fsdp.test_training_scripts import both, two_strategies
+from tests.pairwise import crossed
 from tests.pool import ranks
 
 
@@ -166,9 +167,9 @@ def test_penalties_on_sharded_parameters(strategy):
 
 
 @ranks(2)
-@pytest.mark.parametrize("ignored", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("way", ["+", "reversed +", "+=", "-", "/"])
+@pytest.mark.parametrize(
+    ("way", "norm", "ignored"), crossed(("+", "reversed +", "+=", "-", "/"), (False, True), (False, True))
+)
 def test_a_penalty_joins_the_loss_of_a_rank(way, norm, ignored):
     """With its full value, whichever class the parameters have; the gradient is that of the ranks' mean."""
 

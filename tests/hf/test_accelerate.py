@@ -30,11 +30,11 @@ def same(found, expected, part=slice(None)):
     assert (found["rows"], found["right"]) == (expected["rows"], expected["right"])
 
 
-def test_a_loop_has_the_losses_of_one_process(reference, tmp_path):
-    text = launched(LOOP, "--output_dir", tmp_path)
+def test_a_loop_has_the_losses_of_one_process(reference, together):
+    folders, text = together
     assert text.count(SERVED) == 1 and "FULL_SHARD on Mesh(fsdp=2): 4 unit(s)" in text
-    same(result(tmp_path), result(reference))
-    expected, found = (load_file(folder / "model" / "model.safetensors") for folder in (reference, tmp_path))
+    same(result(folders["loop"]), result(reference))
+    expected, found = (load_file(folder / "model" / "model.safetensors") for folder in (reference, folders["loop"]))
     assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in expected.items()}
     assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-4
 
@@ -73,12 +73,12 @@ def test_a_checkpoint_of_either_engine_is_resumed_by_either(kind, writer, refere
     same(result(tmp_path), result(reference), SECOND_EPOCH)
 
 
-@pytest.mark.parametrize("seam", [checkpoints.load_model, checkpoints.load_optimizer])
-def test_a_folder_that_cannot_be_loaded_is_refused_by_every_rank(seam, tmp_path):
+@pytest.mark.parametrize("patch", [checkpoints.load_model, checkpoints.load_optimizer])
+def test_a_folder_that_cannot_be_loaded_is_refused_by_every_rank(patch, tmp_path):
     """Accelerate reads on the first rank only, or reports that `metadata is None`."""
     plugin = mock.Mock(fullshard=True, state_dict_type=StateDictType.SHARDED_STATE_DICT)
-    name, objects = (checkpoints.MODEL, 1) if seam is checkpoints.load_model else (checkpoints.OPTIMIZER, 2)
-    load = seam(lambda *args: pytest.fail("it is not complete"))
+    name, objects = (checkpoints.MODEL, 1) if patch is checkpoints.load_model else (checkpoints.OPTIMIZER, 2)
+    load = patch(lambda *args: pytest.fail("it is not complete"))
     with pytest.raises(CheckpointError, match=f"has neither {name}_0/ nor {name}.bin"):
         load(plugin, None, *[None] * objects, tmp_path)
     (tmp_path / f"{name}_0").mkdir()
@@ -148,8 +148,7 @@ def test_options_and_methods_give_what_they_give_in_one_process(tmp_path):
     assert text.count("join_uneven_inputs: every rank takes part") == 1
 
 
-def test_a_script_may_use_the_static_methods_of_torch_s_fsdp(tmp_path):
-    launched(ROOT / "tests" / "hf" / "fsdp1_idioms.py", "--output_dir", tmp_path)
-    found = result(tmp_path)
+def test_a_script_may_use_the_static_methods_of_torch_s_fsdp(together):
+    found = result(together[0]["idioms"])
     assert found["kinds"] == ["Tensor"] and found["same"] and found["summoned"] and found["untouched"] == []
     assert "optim_state_dict() of torch's FSDP is not served by FSDPv2: use" in found["refused"]

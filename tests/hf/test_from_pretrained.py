@@ -27,7 +27,7 @@ from fullshard import FSDPv2, transformer_auto_wrap_policy
 from fullshard.config.errors import QuantizationError
 from fullshard.distributed import runtime
 from fullshard.hf import four_bit, lazy_parameters, sync_values
-from fullshard.hf.lazy_parameters import Unread
+from fullshard.hf.lazy_parameters import LazyTensor
 from fullshard.parallel.settings import EngineSettings
 from fullshard.quant.quantize import quantized_layers
 from tests.fsdp.programs import mesh_for
@@ -50,13 +50,13 @@ def small(folder, hidden=64, layers=2, dtype=torch.float32):
 
 def loaded(model_class, folder, **options):
     """As under the launcher."""
-    seam = four_bit.from_pretrained(PreTrainedModel.from_pretrained.__func__)
+    patch = four_bit.from_pretrained(PreTrainedModel.from_pretrained.__func__)
     convert = core_model_loading.WeightConverter.convert
     with (
         mock.patch.object(core_model_loading, "_materialize_copy", lazy_parameters.materialize(_materialize_copy)),
         mock.patch.object(core_model_loading.WeightConverter, "convert", lazy_parameters.convert(convert)),
     ):
-        return seam(model_class, folder, **options)
+        return patch(model_class, folder, **options)
 
 
 def four_bits(**options):
@@ -124,12 +124,12 @@ def test_weights_stay_in_the_files_until_they_are_used(kind, tmp_path):
     torch.manual_seed(1)
     ours, info = loaded(model_class, folder, output_loading_info=True, **options)
     assert set(info["missing_keys"]) == ({"score.weight"} if kind == "other head" else set())
-    kept = {name for name, p in ours.named_parameters() if isinstance(p, Unread)}
+    kept = {name for name, p in ours.named_parameters() if isinstance(p, LazyTensor)}
     assert kept == {name for name, _ in ours.named_parameters()} - {"score.weight"}
     expected, before = dict(theirs.named_parameters()), {name: id(p) for name, p in ours.named_parameters()}
     about = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in ours.named_parameters()}
     assert about == {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in expected.items()}
-    assert kept == {name for name, p in ours.named_parameters() if isinstance(p, Unread)}, "this needed no values"
+    assert kept == {name for name, p in ours.named_parameters() if isinstance(p, LazyTensor)}, "this needed no values"
     ids = torch.arange(12)[None]
     assert torch.equal(ours(ids).logits, theirs(ids).logits)
     for name, p in ours.named_parameters():
@@ -176,7 +176,7 @@ def test_a_weight_becomes_an_ordinary_parameter_whatever_a_script_does_with_it(u
         assert type(found[1]) is nn.Parameter and torch.equal(*found)
     if use == "text":
         assert found[0] == found[1]
-    assert isinstance(ours.model.norm.weight, Unread), "the others stay where they are"
+    assert isinstance(ours.model.norm.weight, LazyTensor), "the others stay where they are"
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_tied_weights_stay_tied(tmp_path):
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     model = loaded(LlamaForCausalLM, tmp_path, dtype=torch.bfloat16)
-    assert model.lm_head.weight is model.model.embed_tokens.weight and isinstance(model.lm_head.weight, Unread)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and isinstance(model.lm_head.weight, LazyTensor)
     model.resize_token_embeddings(20)
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.shape == (20, 16)
 
@@ -215,10 +215,10 @@ def test_each_rank_reads_its_slices(tmp_path):
         model.lm_head.weight.data.fill_(0.5)
     theirs, ours = models
     ids, read = torch.arange(12)[None], []
-    whole = Unread.read
-    with mock.patch.object(Unread, "read", lambda p: (read.append(p), whole(p))):
+    whole = LazyTensor.read
+    with mock.patch.object(LazyTensor, "read", lambda p: (read.append(p), whole(p))):
         four_bit.wrap(EngineSettings(), ours, {})
-    assert not read and not any(isinstance(p, Unread) for p in ours.parameters())
+    assert not read and not any(isinstance(p, LazyTensor) for p in ours.parameters())
     assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=1e-6)
     with ours.summon_full_params():
         for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -245,7 +245,7 @@ def test_values_that_ranks_have_differently_become_the_first_rank_s(tmp_path):
     changed = [layer.mlp.up_proj, layer.mlp.gate_proj, layer.mlp.down_proj, layer.self_attn.q_proj, model.lm_head]
     mine, places = [p.weight.detach().clone() for p in changed], [p.weight.data_ptr() for p in changed]
     sync_values.share(model, mesh_for("FULL_SHARD"), set())
-    assert isinstance(inner.embed_tokens.weight, Unread) and type(inner.norm.weight) is nn.Parameter
+    assert isinstance(inner.embed_tokens.weight, LazyTensor) and type(inner.norm.weight) is nn.Parameter
     assert [a.weight.data_ptr() == b for a, b in zip(changed, places, strict=True)] == [
         False,
         True,

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from fullshard.config.errors import ConfigError
 from fullshard.fsdp import policy
 from fullshard.hf import accelerate_checkpoints, accelerate_prepare, trainer
-from fullshard.hf import fsdp_plugin as plugin
+from fullshard.hf import accelerate_state as plugin
 from fullshard.parallel.settings import EngineSettings
 from tests.pool import ROOT
 
@@ -91,10 +91,10 @@ def test_an_option_that_the_engine_lacks_is_refused():
 
 
 def served(monkeypatch):
-    """Accelerate's plugin with the seams in place."""
-    for name, seam in (("__init__", plugin.plugin), ("set_state_dict_type", plugin.set_state_dict_type)):
+    """Accelerate's plugin with the patches in place."""
+    for name, patch in (("__init__", plugin.plugin), ("set_state_dict_type", plugin.set_state_dict_type)):
         monkeypatch.setattr(
-            FullyShardedDataParallelPlugin, name, seam(getattr(FullyShardedDataParallelPlugin, name)), raising=True
+            FullyShardedDataParallelPlugin, name, patch(getattr(FullyShardedDataParallelPlugin, name)), raising=True
         )
     return FullyShardedDataParallelPlugin
 
@@ -133,8 +133,8 @@ def test_peft_s_policy_gives_the_model_s_layers_and_no_unit_per_adapter_layer(mo
     ],
 )  # fmt: skip
 def test_fsdp_and_fsdp_config_are_read_as_the_launcher_reads_them(words, section, expected, monkeypatch, tmp_path):
-    seam = trainer.fsdp_arguments(TrainingArguments._process_fsdp_args)
-    monkeypatch.setattr(TrainingArguments, "_process_fsdp_args", seam)
+    patch = trainer.fsdp_arguments(TrainingArguments._process_fsdp_args)
+    monkeypatch.setattr(TrainingArguments, "_process_fsdp_args", patch)
     made = TrainingArguments(str(tmp_path), fsdp=words, fsdp_config=section, use_cpu=True, report_to="none")
     assert made.fsdp is True and made.fsdp_config["xla"] is False
     settings = plugin.read(made.fsdp_plugin_args).settings
@@ -142,8 +142,8 @@ def test_fsdp_and_fsdp_config_are_read_as_the_launcher_reads_them(words, section
 
 
 def test_the_keys_of_pytorch_xla_are_refused_by_name_or_ignored_with_a_note(monkeypatch, tmp_path, caplog):
-    seam = trainer.fsdp_arguments(TrainingArguments._process_fsdp_args)
-    monkeypatch.setattr(TrainingArguments, "_process_fsdp_args", seam)
+    patch = trainer.fsdp_arguments(TrainingArguments._process_fsdp_args)
+    monkeypatch.setattr(TrainingArguments, "_process_fsdp_args", patch)
     options = {"fsdp": "full_shard", "use_cpu": True, "report_to": "none"}
     with pytest.raises(ConfigError, match="xla: true needs the XLA engine"):
         TrainingArguments(str(tmp_path), fsdp_config={"xla": True, "xla_fsdp_v2": True}, **options)

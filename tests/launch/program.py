@@ -29,9 +29,11 @@ def wait(seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-if how == "crash" and attempt == 0:
+if how.startswith("crash") and attempt == 0:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "crash of all":
+        sys.exit(1)
     wait()
 elif how == "lost" and attempt == 0:
     from fullshard.config.errors import RankLostError

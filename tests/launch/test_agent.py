@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing import Std
@@ -19,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from fullshard.config.options import options_of
 from fullshard.distributed import temporary_folders
 from fullshard.launch import agent as run
+from fullshard.launch.command import launch
 from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.launch.resolve import resolve, settle
 from tests.pool import ROOT
@@ -56,18 +58,37 @@ class Launched:
         except subprocess.TimeoutExpired:
             self.process.kill()
             pytest.fail(f"the launcher does not end: {self.process.communicate()}")
-        self.nothing_left()
+        nothing_left(self.folder)
         return self.process.returncode, out, err
 
-    def nothing_left(self, within: float = 5.0) -> None:
-        pids = [int(path.read_text()) for path in self.folder.glob("pid-*")]
-        end = time.monotonic() + within
-        while left := [pid for pid in pids if _alive(pid)]:
-            if time.monotonic() > end:
-                for pid in left:
-                    os.kill(pid, signal.SIGKILL)
-                pytest.fail(f"left behind: {left}")
-            time.sleep(0.02)
+
+def launched_here(folder: Path, capfd, how: str, *flags: str) -> tuple[int, str, str]:
+    """`fullshard launch` in this process, which has imported torch already: exit code, stdout and stderr of the job."""
+    words = ["--cpu", "--num_processes", "2", *flags, PROGRAM, how, str(folder)]
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    }
+    with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT), XDG_CONFIG_HOME=str(folder), HF_HOME=str(folder)):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        try:
+            code = launch(words)
+        finally:  # torch's agent leaves its own
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    nothing_left(folder)
+    return code, *capfd.readouterr()
+
+
+def nothing_left(folder: Path, within: float = 5.0) -> None:
+    """No process of a job is alive, nor one that it started."""
+    pids = [int(path.read_text()) for path in folder.glob("pid-*")]
+    end = time.monotonic() + within
+    while left := [pid for pid in pids if _alive(pid)]:
+        if time.monotonic() > end:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"left behind: {left}")
+        time.sleep(0.02)
 
 
 def _alive(pid: int) -> bool:
@@ -112,7 +133,7 @@ def test_every_option_of_the_launcher_is_tried_somewhere():
         "module",
         "test_agent": "module no_python num_cpu_threads_per_process max_restarts grace rdzv_timeout rdzv_conf rdzv_id "
         "monitor_interval log_dir tee role quiet",
-        "integrations/test_seams, test_accelerate": "no_integrations",
+        "hf/test_patches, test_accelerate": "no_integrations",
     }
     keys = {
         "test_files": "compute_environment distributed_type deepspeed_config megatron_lm_config mpirun_config "
@@ -126,9 +147,9 @@ def test_every_option_of_the_launcher_is_tried_somewhere():
         assert {one.name for one in options_of(config)} == tried
 
 
-def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
-    job = Launched(tmp_path, "crash", "--max_restarts", "2", "--log_dir", str(tmp_path / "logs"))
-    code, out, err = job.end()
+@pytest.mark.parametrize("how", ["crash of all", pytest.param("crash while one waits", marks=pytest.mark.slow)])
+def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path, capfd, how):
+    code, out, err = launched_here(tmp_path, capfd, how, "--max_restarts", "2", "--log_dir", str(tmp_path / "logs"))
     assert code == 0, err
     pid, host = (tmp_path / "pid-0-1").read_text(), socket.gethostname()
     assert f"rank 1 (process {pid} on {host}) was ended by SIGKILL; restarting (1 of 2)" in err
@@ -140,8 +161,8 @@ def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
 
 
 @pytest.mark.parametrize("restarts", [pytest.param("0", marks=pytest.mark.slow), "1"])
-def test_losing_a_rank_is_no_mistake_of_the_user(tmp_path, restarts):
-    code, out, err = Launched(tmp_path, "lost", "--quiet", "--max_restarts", restarts).end()
+def test_losing_a_rank_is_no_mistake_of_the_user(tmp_path, capfd, restarts):
+    code, out, err = launched_here(tmp_path, capfd, "lost", "--quiet", "--max_restarts", restarts)
     assert code == (3 if restarts == "0" else 0), err
     assert ("ended with exit code 3; rank 0 waited for it in step 7; restarting (1 of 1)" in err) == (restarts == "1")
     assert re.search(r"rank 1 \(process \d+ on .*\) ended with exit code 3; rank 0 waited for it in step 7", err)

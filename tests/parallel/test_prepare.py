@@ -15,6 +15,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2
 from fullshard.parallel.settings import EngineSettings
+from tests.pairwise import crossed
 from tests.parallel.test_settings import Model
 from tests.pool import ranks
 
@@ -42,8 +43,10 @@ def assert_values(model, plain):
         torch.testing.assert_close(whole, p.data, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
-@pytest.mark.parametrize("rows", [16, 33, 38])
+@pytest.mark.parametrize(
+    ("rows", "strategy"),
+    crossed((33, 16, 38), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"), pairs=False),
+)
 @ranks(1, 2, 4, slow=(1, 4))
 def test_a_loop_trains_as_on_one_device(strategy, rows, world_size):
     """Also where the last step has a row for one rank only (33), or not equally many for all (38)."""

@@ -69,10 +69,16 @@ def tiny_memory(reserved: int) -> StepMemory:
     return StepMemory(moments, timeline, reserved, limit=24 * 2**30)
 
 
-@pytest.mark.parametrize("reserved", [0, 3 * 2**30])
 @pytest.mark.parametrize(
-    ("size", "dark"), [(WIDE, False), ((380, 800), True), pytest.param(WIDE, True, marks=pytest.mark.slow)]
-)
+    ("size", "dark", "reserved"),
+    [
+        pytest.param(size, dark, reserved, marks=[] if fast else pytest.mark.slow)
+        for size, dark, reserved, fast in (
+            (WIDE, False, 0, True), (WIDE, False, 3 * 2**30, False), ((380, 800), True, 0, False),
+            ((380, 800), True, 3 * 2**30, True), (WIDE, True, 0, False), (WIDE, True, 3 * 2**30, False),
+        )
+    ],
+)  # fmt: skip
 def test_the_page_of_a_tiny_model_can_be_read(browser, tmp_path, reserved, size, dark):
     """Its bytes are nothing beside the memory of the device, and its phases are a few moments each."""
     plan = make_plan("full", {"fsdp": 2})

@@ -11,10 +11,18 @@ import pytest
 from fullshard import cli
 from fullshard.config.errors import ConfigError
 from fullshard.report.command import ReportOptions, report, run_folder
-from fullshard.report.compare import ABSENT, comparison, different_settings, loss_by, numbers, position
+from fullshard.report.compare import (
+    ABSENT,
+    RunState,
+    comparison,
+    different_settings,
+    loss_by,
+    numbers,
+    position,
+    state_of,
+)
 from fullshard.report.run_charts import labels
 from fullshard.report.run_record import read_run
-from fullshard.report.run_state import RunState, has_finished, state_of, training_seconds
 from tests.pool import ROOT
 from tests.report.made_run import CLOSING, hostile_run, made_metrics, made_run, training_record, write_lines
 
@@ -170,7 +178,7 @@ def test_curves_of_several_runs_are_in_one_chart(tmp_path):
 def test_training_time_is_that_of_tokens_at_their_speed(tmp_path):
     lines = [{"step": s, "loss": 1.0, "num_tokens": 100 * s, "tokens_per_second": v} for s, v in ((1, 50), (3, 100))]
     run = read_run(made_run(tmp_path / "run", [{"step": 0, "eval_loss": 2.0}, *lines, {"step": 2, "eval_loss": 1.5}]))
-    assert training_seconds(run) == [(0, 0), (1, 2), (3, 4)]
+    assert run.training_seconds == [(0, 0), (1, 2), (3, 4)]
     (_, time) = loss_by([run, run])
     assert time.columns["x"] == [2, 4, 0, 3] * 2 and time.header[0] == "seconds"
     assert position([(0, 0), (10, 100)])(2.5) == 25 and position([(0, 0), (10, 100)])(12) == 100
@@ -232,7 +240,7 @@ def test_whether_a_run_has_finished(tmp_path, lines, events, finished):
     folder = made_run(tmp_path / "run", lines)
     if events:
         write_lines(folder / "events.jsonl", [{"step": 1, "kind": kind, "time": 1.0} for kind in events])
-    assert has_finished(read_run(folder)) is finished
+    assert read_run(folder).has_finished is finished
     assert state_of(read_run(folder)) is (RunState.FINISHED if finished else RunState.ENDED)
 
 

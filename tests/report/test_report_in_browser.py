@@ -231,7 +231,7 @@ def test_curves_can_be_smoothed(browser, pages):
         page.wait(f"{count} == 2")
 
 
-@pytest.mark.parametrize("size", [WIDE, PHONE])
+@pytest.mark.parametrize("size", [pytest.param(WIDE, marks=pytest.mark.slow), PHONE])
 def test_curves_can_be_seen_on_a_log_axis(browser, pages, size):
     with browser.page(*size) as page:
         opened(page, pages / "report.html")
@@ -299,7 +299,7 @@ def append(folder, *records):
 
 def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch, impatient):
     running = {"is": "process 1"}
-    for module in ("serve", "run_state"):
+    for module in ("serve", "compare"):
         monkeypatch.setattr(f"fullshard.report.{module}.lock_owner", lambda folder: running["is"])
     run = made_run(tmp_path / "run", [training_record(step) for step in (5, 10, 15)])
     live = LivePage([run])

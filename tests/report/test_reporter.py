@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.report.records import LONG, RECENT
 from fullshard.report.reporter import Reporter
 from fullshard.report.run_summary import write_card
 from fullshard.report.terminal import step_line
-from fullshard.report.thinning import MOST, RECENT
 from fullshard.sft.sft_config import SFTConfig
 from tests.screen import Window, screen
 
@@ -128,20 +128,20 @@ def test_the_history_of_a_long_run_is_bounded(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, 100_000, "quiet")
     reporter.start(0)
     history, sizes = reporter.history, []
-    for step in range(1, 3 * MOST + 1):
+    for step in range(1, 3 * LONG + 1):
         reporter.log(step, {"loss": 99.0 if step == 777 else 1 / step, "lr": 0.5})
         sizes.append(len(history))
     reporter.log(step, {"eval_loss": 7.0})
     reporter.close()
-    assert max(sizes) <= MOST and reporter.history is history
+    assert max(sizes) <= LONG and reporter.history is history
     assert history[0]["step"] == 1 and {"step": 777, "loss": 99.0, "lr": 0.5} in history
     assert [one["step"] for one in history[-RECENT:]] == [*range(step - RECENT + 2, step + 1), step]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3 * MOST + 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3 * LONG + 1
     second = Reporter(tmp_path, 100_000, "quiet")
-    second.start(2 * MOST + 5)
+    second.start(2 * LONG + 5)
     second.close()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 * MOST + 5
-    assert len(second.history) <= MOST and second.history[-1]["step"] == 2 * MOST + 5
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 * LONG + 5
+    assert len(second.history) <= LONG and second.history[-1]["step"] == 2 * LONG + 5
     assert {"step": 777, "loss": 99.0, "lr": 0.5} in second.history
 
 

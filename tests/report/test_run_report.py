@@ -19,11 +19,10 @@ from fullshard.config.errors import ConfigError
 from fullshard.report import page as pages
 from fullshard.report.charts import DRAWN, LISTED, MARKED, PACKAGE
 from fullshard.report.html_report import contents, render, write_report
+from fullshard.report.records import LONG, RECENT
 from fullshard.report.run_charts import communication_chart, memory_charts, metric_charts, traffic_rows
 from fullshard.report.run_record import RunReader, read_run
-from fullshard.report.run_state import training_seconds
 from fullshard.report.run_summary import seconds, status, summary_of, title_of
-from fullshard.report.thinning import MOST, RECENT
 from tests.report.made_run import HOSTILE, full_run, hostile_run, made_metrics, made_run, write_lines
 
 FILES = ("settings.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "data.json", "step.json", "plan.json")
@@ -235,7 +234,7 @@ def test_more_points_than_are_drawn(tmp_path: Path, count: int) -> None:
     assert any(f"of {count:,} points are drawn" in note for note in chart.notes)
     page = render(record)
     in_page = data_of(page, "metrics")["loss"]
-    if count < MOST:
+    if count < LONG:
         assert in_page == [line["loss"] for line in lines], "all of them are in the file"
     else:
         assert in_page[-RECENT:] == [line["loss"] for line in lines][-RECENT:]
@@ -244,38 +243,38 @@ def test_more_points_than_are_drawn(tmp_path: Path, count: int) -> None:
 
 
 def test_a_long_file_is_thinned_and_its_totals_are_those_of_all_lines(tmp_path: Path) -> None:
-    lines = long_metrics(3 * MOST)
+    lines = long_metrics(3 * LONG)
     peaks = {line["step"] for line in lines[137::300]}
     for line in lines[137::300]:
         line["loss"] = 20.0
     lines += [{"step": 100, "eval_loss": 7.0}, {"step": 30_000, "eval_loss": 1.5}]
     lines.sort(key=lambda one: one["step"])
     record = read_run(made_run(tmp_path / "run", lines))
-    assert len(record.metrics) < MOST and record.line_count == len(lines)
-    assert record.value_counts["loss"] == 3 * MOST and record.gap_counts == {"loss": 1}
+    assert len(record.metrics) < LONG and record.line_count == len(lines)
+    assert record.value_counts["loss"] == 3 * LONG and record.gap_counts == {"loss": 1}
     assert record.series("eval_loss") == [(100, 7.0), (30_000, 1.5)], "few values of a name are all kept"
     kept = [line["loss"] for line in record.metrics if line.get("loss") is not None]
-    assert (max(kept), min(kept)) == (99.0, -99.0) and record.last("num_tokens") == 300 * MOST
+    assert (max(kept), min(kept)) == (99.0, -99.0) and record.last("num_tokens") == 300 * LONG
     assert peaks <= {line["step"] for line in record.metrics if line.get("loss") == 20.0}
     speeds = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
     assert record.speed == speeds[len(speeds) // 2], "of all lines"
     spent = sum(100 / line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
-    assert training_seconds(record)[-1] == (3 * MOST, pytest.approx(spent))
+    assert record.training_seconds[-1] == (3 * LONG, pytest.approx(spent))
 
 
 @pytest.mark.parametrize("steps", ["backwards", "equal", "far"])
 def test_odd_steps_can_be_thinned(tmp_path: Path, steps: str) -> None:
     place = {"backwards": lambda n: -n, "equal": lambda n: 5, "far": lambda n: 2**53 * (n % 2)}[steps]
-    lines = [{"step": place(n), "loss": float(n % 100)} for n in range(MOST + 10)]
+    lines = [{"step": place(n), "loss": float(n % 100)} for n in range(LONG + 10)]
     record = read_run(made_run(tmp_path / "run", lines))
     assert {0.0, 99.0} <= {value for _, value in record.series("loss")}
     assert render(record)
 
 
 def test_reading_again_reads_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = made_run(tmp_path / "run", long_metrics(MOST + 5))
+    folder = made_run(tmp_path / "run", long_metrics(LONG + 5))
     reader, parsed = RunReader(folder), []
-    assert reader.read().line_count == MOST + 5
+    assert reader.read().line_count == LONG + 5
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
     with (folder / "metrics.jsonl").open("a") as file:
@@ -287,12 +286,12 @@ def test_reading_again_reads_what_was_added(tmp_path: Path, monkeypatch: pytest.
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 30002, "loss": 7.0}\n')
     run = reader.read()
-    assert run.last("loss") == 7.0 and run.line_count == MOST + 8 and not run.missing
+    assert run.last("loss") == 7.0 and run.line_count == LONG + 8 and not run.missing
     assert len([text for text in parsed if "loss" in text]) < 10
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + "x" * 3_000_000)
     assert reader.read().series("loss") == [(1, 1.0)], "a file that was written anew"
-    write_lines(folder / "metrics.jsonl", long_metrics(MOST + 5))
-    assert reader.read().line_count == MOST + 5
+    write_lines(folder / "metrics.jsonl", long_metrics(LONG + 5))
+    assert reader.read().line_count == LONG + 5
 
 
 def test_smoothing_begins_with_medians_where_points_are_left_out(tmp_path: Path) -> None:

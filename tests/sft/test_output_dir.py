@@ -30,6 +30,7 @@ from fullshard.sft.output_dir import (
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
+from tests.pairwise import crossed
 from tests.pool import ranks
 from tests.report.made import command
 from tests.sft.runs import settings, train
@@ -424,8 +425,7 @@ def test_an_unwritable_folder_is_said_when_the_trainer_is_made(tmp_path: Path, m
 
 
 @ranks(1)
-@pytest.mark.parametrize("umask", [0o022, 0o007])
-@pytest.mark.parametrize("kind", ["full", "lora", "pissa", "prompt"])
+@pytest.mark.parametrize(("kind", "umask"), crossed(("full", "lora", "pissa", "prompt"), (0o022, 0o007), pairs=False))
 def test_every_file_of_a_result_has_the_mode_that_the_umask_gives(kind: str, umask: int, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "full": {},

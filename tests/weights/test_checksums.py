@@ -21,6 +21,7 @@ from fullshard.weights.fill import fill
 from fullshard.weights.locate import open_source
 from fullshard.weights.merge_adapter import merge_adapter
 from fullshard.weights.source_files import base_of, difference, fingerprint_of, identity_of
+from tests.pairwise import crossed
 from tests.pool import ranks
 from tests.weights.models import mesh_for, save, split_for_tensors, tensor_mesh
 
@@ -107,8 +108,9 @@ def test_noise_in_the_middle_of_a_large_file_is_seen(tmp_path):
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("block", [128, 4096, block_checksums.BLOCK])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "block"), crossed(("llama", "llama-tied", "mixtral"), (128, 4096, block_checksums.BLOCK), pairs=False)
+)
 def test_the_same_checksums_on_any_number_of_ranks(tmp_path, name, block):
     if runtime.is_main():
         save(name, tmp_path / "m", max_shard_size="60KB")

@@ -1,4 +1,4 @@
-"""The table of seams: every attribute exists in the installed library, is documented, and is put in place on import."""
+"""The table of patches: every attribute exists in the installed library, is documented, and is patched on import."""
 
 import importlib
 import importlib.metadata
@@ -11,24 +11,24 @@ import pytest
 from fullshard.hf import patches
 from tests.pool import ROOT
 
-INSTALLED = [seam for seam in patches.SEAMS if importlib.util.find_spec(seam.module.split(".")[0])]
+INSTALLED = [patch for patch in patches.PATCHES if importlib.util.find_spec(patch.module.split(".")[0])]
 
 
-def name_of(seam):
-    return f"{seam.module}.{seam.attribute}"
+def name_of(patch):
+    return f"{patch.module}.{patch.attribute}"
 
 
-@pytest.mark.parametrize("seam", INSTALLED, ids=name_of)
-def test_a_seam_fits_the_installed_library(seam):
-    owner, name = patches._owner(importlib.import_module(seam.module), seam.attribute)
+@pytest.mark.parametrize("patch", INSTALLED, ids=name_of)
+def test_a_patch_fits_the_installed_library(patch):
+    owner, name = patches._owner(importlib.import_module(patch.module), patch.attribute)
     original = getattr(owner, name)
-    home, function = seam.replacement.split(":")
+    home, function = patch.replacement.split(":")
     made = getattr(importlib.import_module(home), function)(original)
     theirs, ours = inspect.signature(original).parameters, inspect.signature(made).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in ours.values())
     named = {p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.KEYWORD_ONLY}
-    if patches._library(seam) in patches.OLDEST:
-        assert named & set(theirs) - {"self"} <= set(seam.needs.split()), (
+    if patches._library(patch) in patches.OLDEST:
+        assert named & set(theirs) - {"self"} <= set(patch.needs.split()), (
             "a parameter that the replacement relies on is not listed"
         )
     assert anything or set(theirs) - {"args"} <= set(ours), f"{set(theirs) - set(ours)} cannot be given any more"
@@ -39,10 +39,10 @@ def test_the_installed_library_lacks_nothing(library):
     assert importlib.util.find_spec(library) is not None and patches.missing(library) == ()
 
 
-def test_the_page_lists_every_seam_and_version():
+def test_the_page_lists_every_patch_and_version():
     page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-    for seam in patches.SEAMS:
-        assert f"`{name_of(seam)}`" in page, name_of(seam)
+    for patch in patches.PATCHES:
+        assert f"`{name_of(patch)}`" in page, name_of(patch)
     for library, version in patches.OLDEST.items():
         assert f"{library} {version}" in page, library
 
@@ -65,10 +65,10 @@ def library(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setitem(patches.OLDEST, "stand_in", "1.2")
     replaced = (("Thing.size", "self by"), ("plain", ""))
-    seams = (
-        patches.Seam("stand_in.first", *one[:1], "stand_in_replacements:doubled", one[1], "a test") for one in replaced
+    table = (
+        patches.Patch("stand_in.first", *one[:1], "stand_in_replacements:doubled", one[1], "a test") for one in replaced
     )
-    monkeypatch.setattr(patches, "SEAMS", tuple(seams))
+    monkeypatch.setattr(patches, "PATCHES", tuple(table))
     yield folder
     for name in [name for name in sys.modules if name.startswith("stand_in")]:
         del sys.modules[name]
@@ -124,8 +124,8 @@ def test_a_module_that_is_gone_is_named(library, monkeypatch):
 
 
 def test_the_fields_of_a_dataclass_are_the_parameters_of_its_init(library, monkeypatch):
-    seam = patches.Seam("stand_in.first", "Options.__init__", "", "level", "a test")
-    monkeypatch.setattr(patches, "SEAMS", (seam,))
+    patch = patches.Patch("stand_in.first", "Options.__init__", "", "level", "a test")
+    monkeypatch.setattr(patches, "PATCHES", (patch,))
     source = "from dataclasses import dataclass\n@dataclass\nclass Options:\n    level: int = 1\n"
     for text, lacks in ((source, ()), (source.replace("level", "degree"), ("stand_in.first.Options.__init__(level)",))):
         (library / "first.py").write_text(text)
