@@ -16,11 +16,13 @@ import torch
 from fullshard.config.errors import ConfigError, one_line
 from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
+from fullshard.distributed import engines
 from fullshard.distributed.ranks import agree, on_rank_0
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora import virtual_tokens
 from fullshard.models.attention import is_own
 from fullshard.models.causal_lm import embedding_rows, get_causal_lm
+from fullshard.models.experts import ExpertsVerdict, has_experts, try_experts, use_own_experts
 from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
 from fullshard.models.packing_check import PackingVerdict, try_packing
 from fullshard.models.rope_scaling import longest_document
@@ -220,7 +222,19 @@ def local_folder(model: Any) -> str | None:
     return str(Path(name)) if name and Path(name).exists() else name or None
 
 
-# --- packing --------------------------------------------------------------------------------------------------------
+# --- experts and packing --------------------------------------------------------------------------------------------
+
+
+def choose_experts(model: Any, say: Say, *, given: bool = False) -> None:
+    """Let the experts of a mixture run our implementation, where a trial on the first rank shows that it is right. All
+    ranks must call it. A model that was `given` in memory keeps an implementation that its script chose."""
+    inner = get_causal_lm(model)
+    chosen = getattr(inner.config.get_text_config(), "_experts_implementation", None)
+    if not has_experts(inner) or engines.current().compiles_steps or (given and chosen not in (None, "grouped_mm")):
+        return
+    verdict: ExpertsVerdict = on_rank_0(functools.partial(try_experts, model), "experts check")
+    if not (verdict.usable and use_own_experts(model)):
+        say(f"experts: {type(inner).__name__} runs them by transformers' own code, because {verdict.reason}.")
 
 
 def choose_packing(

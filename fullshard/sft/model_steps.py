@@ -31,7 +31,7 @@ from fullshard.quant import fp8
 from fullshard.quant.quantize import quantize_model
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say, fuse_adapter, quantization, set_adapter_dtype
-from fullshard.sft.model import choose_packing, packed_inputs
+from fullshard.sft.model import choose_experts, choose_packing, packed_inputs
 from fullshard.sft.read_model import choose_attention
 from fullshard.sft.sft_config import SFTConfig
 
@@ -70,11 +70,12 @@ def adapt_model(
     config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None,
     device: torch.device, say: Say, *, given: bool = False, trains: bool = True, present: bool = True,
 ) -> AdaptedModel:  # fmt: skip
-    """Choose attention and packing, quantize a model that was `given` in memory, add the adapter. All ranks must call
-    it."""
+    """Choose attention, experts and packing, quantize a model that was `given` in memory, add the adapter. All ranks
+    must call it."""
     if given and not hasattr(model, "peft_config") and (line := freeze_other_parts(model)):
         say(line)
     choose_attention(config, model, device, given)
+    choose_experts(model, say, given=given)
     packing = choose_packing(config, model, device, say, present=present) if config.keeps_apart else None
     if note := run_on_all_ranks(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
