@@ -44,8 +44,8 @@ Attributes of other libraries that fullshard replaces, and why nothing else does
   sharded penalty joins a rank's loss there, above autograd.
 - `torch.optim._muon.muon`, by `fsdp.muon`: `torch.optim.Muon` has no hook between momentum and orthogonalization, which
   needs the whole matrix.
-- `peft.tuners.lora.layer.ParamWrapper._activate_lora`, by `quant.experts`: PEFT adds the adapter to a dense weight
-  there, and a 4-bit weight is not dense.
+- `peft.tuners.lora.layer.ParamWrapper.forward`, by `quant.expert_adapters`: PEFT adds the adapters of all experts to
+  their dense weights there. Wrappers around anything else run PEFT's forward.
 - `torch.nn.functional.scaled_dot_product_attention`, `dropout`, `grouped_mm` and `torch.bincount`, by
   `models.kernels_on_meta` while a step is traced on the meta device: torch has other kernels there than on the device
   that it stands for, or none.

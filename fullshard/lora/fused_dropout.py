@@ -66,6 +66,14 @@ class Dropout(NamedTuple):
             out += self._dropped(part @ rows, i)
         return out
 
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """A masked copy of `x` [rows, size], with the mask of the first adapter."""
+        if accelerator.runs_triton(x.device):
+            from fullshard.lora import fused_kernels
+
+            return fused_kernels.dropped(x, self.seed, self.threshold, self.scale)
+        return torch.empty_like(x) if x.is_meta else self._dropped(x, 0)
+
     def _dropped(self, x: torch.Tensor, adapter: int) -> torch.Tensor:
         return x * (self.kept(x.shape, adapter) * self.scale).to(x.dtype)
 

@@ -131,6 +131,16 @@ def grad_input(
     return out
 
 
+def dropped(x: torch.Tensor, seed: torch.Tensor, threshold: int, scale: float) -> torch.Tensor:
+    """`x` behind dropout, with the mask of the first adapter."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    grid = (triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS))
+    with accelerator.using(x.device):
+        _drop[grid](x, out, seed, *x.shape, threshold, scale, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return out
+
+
 def kept(shape: tuple[int, int], adapter: int, seed: torch.Tensor, threshold: int) -> torch.Tensor:
     """The mask of an adapter."""
     mask = torch.empty(shape, dtype=torch.int8, device=seed.device)
@@ -249,3 +259,14 @@ def _mask(out, seed, tokens, size, adapter, threshold, ROWS: tl.constexpr, COLUM
     keep = _kept(tl.load(seed), adapter, first_row, first_column, threshold, ROWS, COLUMNS)
     inside = (row < tokens)[:, None] & (k < size)[None, :]
     tl.store(out + row.to(tl.int64)[:, None] * size + k[None, :], keep.to(tl.int8), mask=inside)
+
+
+@Kernel
+def _drop(x, out, seed, tokens, size, threshold, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    inside = (row < tokens)[:, None] & (k < size)[None, :]
+    place = row.to(tl.int64)[:, None] * size + k[None, :]
+    keep = _kept(tl.load(seed), 0, first_row, first_column, threshold, ROWS, COLUMNS)
+    values = tl.load(x + place, mask=inside, other=0.0)
+    tl.store(out + place, tl.where(keep, values * scale, 0.0).to(out.dtype.element_ty), mask=inside)

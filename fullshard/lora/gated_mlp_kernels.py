@@ -18,7 +18,7 @@ from fullshard.lora.fused_kernels import _kept, launch
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 128, "COLUMNS": 64, "STAGES": 3, "num_warps": 8}
 """The tile that a program works on at a time, how many tiles are loaded ahead, and its warps."""
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 
 
 def _tile(columns: int) -> int:
@@ -92,8 +92,11 @@ def _activated(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     elif ACTIVATION == 2:
         cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
         return x * cdf, cdf + x * exp(-0.5 * x * x) * 0.3989422804014327
-    else:
+    elif ACTIVATION == 3:
         return tl.maximum(x, 0.0), tl.where(x > 0, 1.0, 0.0)
+    else:
+        positive = tl.maximum(x, 0.0)
+        return positive * positive, 2 * positive
 
 
 @triton.jit

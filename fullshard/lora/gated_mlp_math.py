@@ -165,5 +165,10 @@ def _relu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.relu(x), (x > 0).to(x.dtype)
 
 
-ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu}
+def _relu2(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    positive = torch.relu(x)
+    return positive * positive, 2 * positive
+
+
+ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "relu2": _relu2}
 """Activation functions by name: the value and the derivative."""

@@ -16,6 +16,7 @@ from torch import nn
 from fullshard.config.errors import ConfigError, QuantizationError
 from fullshard.device.torch_private import parameters_of
 from fullshard.lora.virtual_tokens import is_prompt
+from fullshard.quant.expert_adapters import applies_factors
 from fullshard.quant.quantize import quantized_format
 
 SERVED = (
@@ -156,3 +157,17 @@ def check_trains(model: nn.Module) -> None:
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("the model has no trainable parameters (requires_grad is False everywhere)")
+
+
+def set_dropout(model: nn.Module, rate: float) -> None:
+    """Set the dropout of all LoRA layers, and of adapters on experts that have it. PEFT's configuration has none for
+    these, so its files record 0."""
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer) or isinstance(layer.get_base_layer(), nn.Embedding):
+            continue
+        if hasattr(layer, "parameter_name") and not applies_factors(layer.get_base_layer()):
+            continue
+        for adapter in layer.lora_dropout:
+            layer.lora_dropout[adapter] = nn.Dropout(rate)

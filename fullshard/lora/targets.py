@@ -74,8 +74,9 @@ class AdapterTargets(NamedTuple):
     """Whether experts are among them. PEFT cannot adapt weights that are read past the module that holds them."""
 
 
-def mixture_targets(model: nn.Module) -> AdapterTargets | None:
-    """All linear layers and experts of a mixture, without head and routers; None for a model without experts."""
+def mixture_targets(model: nn.Module, experts: bool = True) -> AdapterTargets | None:
+    """All linear layers of a mixture, and its experts unless they are left out, without head and routers; None for a
+    model without experts."""
     weights = list(_expert_weights(model))
     blocks = {name.rpartition(".")[0] for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"}
     blocks |= {name.rpartition(".")[0].rpartition(".")[0] for name in weights}
@@ -86,7 +87,9 @@ def mixture_targets(model: nn.Module) -> AdapterTargets | None:
         name for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
         and not _in_router(name, blocks) and not _refused_by_peft(model, name)
+        and (experts or "experts" not in name.split("."))
     ]  # fmt: skip
+    weights = weights if experts else []
     moved = moved_by_peft(model, linear)
     modules = [name for name in linear if name not in moved]
     parameters = [*weights, *(f"{name}.weight" for name in linear if name in moved)]

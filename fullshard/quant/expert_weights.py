@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from fullshard.device.torch_private import (
     tree_map,
 )
 from fullshard.quant import sharded_groups, workspace
+from fullshard.quant.expert_adapters import Adapters
 from fullshard.quant.ops import without_autocast
 from fullshard.quant.quantized_linear import ReadOnlyWeight, read_only_error
 from fullshard.quant.sharded_groups import Parts, Scheme
@@ -36,22 +37,12 @@ METADATA = {
 """Functions that need no values."""
 
 
-class LoraFactors(NamedTuple):
-    """A LoRA adapter on a fused weight: adds scale × left @ right to each expert."""
-
-    left: torch.Tensor
-    """[experts, rows, r]"""
-    right: torch.Tensor
-    """[experts, r, columns]"""
-    scale: float
-
-
 class QuantizedExperts(Protocol):
     """The module that owns a `FusedWeight`; `NF4Experts` implements it."""
 
     scheme: Scheme
     fused: dict[str, tuple[int, int, int]]
-    adapters: dict[str, list[LoraFactors]]
+    adapters: Adapters
 
     @property
     def product_dtype(self) -> torch.dtype:
@@ -115,7 +106,7 @@ class FusedWeight(ReadOnlyWeight):
     def adapted(self) -> torch.Tensor:
         """The dequantized values with active adapters added."""
         values = self.dense()
-        for left, right, scale in self.experts.adapters.get(self.key, ()):
+        for left, right, scale, _ in self.experts.adapters.get(self.key, ()):
             delta = (left if self.index is None else left[self.index]) @ (
                 right if self.index is None else right[self.index]
             )
@@ -224,7 +215,7 @@ def product(x: torch.Tensor, weight: FusedWeight, ends: Sequence[int] | None = N
     tensors = (parts["packed"], parts["absmax"], parts.get("nested"))
     stack, scheme = weight.experts.fused[weight.key], weight.experts.scheme
     out: torch.Tensor = _Product.apply(rows, *tensors, segments, stack[1:], weight.swapped, scheme)
-    for left, right, scale in weight.experts.adapters.get(weight.key, ()):
+    for left, right, scale, _ in weight.experts.adapters.get(weight.key, ()):
         if weight.swapped:
             left, right = right.transpose(1, 2), left.transpose(1, 2)
         out = out + scale * _segmented(_segmented(rows, left, segments), right, segments)

@@ -1,16 +1,16 @@
 """`NF4Experts`: a module with fused expert weights [experts, rows, columns] in 4 bits, quantized expert by expert.
 
-The module keeps the forward of its class, with any experts implementation. Each weight is a `FusedWeight`, which is
-dequantized one expert at a time, in forward and again in backward. PEFT's adapters on such a weight
-(`target_parameters`) are applied as separate products, so the whole weight is never dense.
+Our experts implementation (`models/experts.py`) takes each weight as a stack, whose experts are dequantized together.
+With transformers' implementations, and for classes outside its interface, the module keeps the forward of its class:
+each weight is a `FusedWeight` there, which is dequantized one expert at a time, in forward and again in backward.
+PEFT's adapters on a weight (`target_parameters`) are products of their own in both.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from fullshard.config.errors import QuantizationError
 from fullshard.device.torch_private import local_of, parameters_of
 from fullshard.distributed import runtime
 from fullshard.quant import blocks, sharded_groups
-from fullshard.quant.expert_weights import FusedWeight, LoraFactors
+from fullshard.quant.expert_adapters import Adapters, patch_peft, runs_own_experts
+from fullshard.quant.expert_weights import FusedWeight
+from fullshard.quant.grouped_product import Stack, quantized
 from fullshard.quant.ops import compute_dtype
 from fullshard.quant.sharded_groups import GroupRun, Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
@@ -45,15 +47,16 @@ class NF4Experts(nn.Module):
     """The original class of the module."""
     running_dtype: torch.dtype | None
     """The dtype of the products while forward runs; otherwise None."""
-    adapters: dict[str, list[LoraFactors]]
+    adapters: Adapters
     """The active adapters of each weight while forward runs."""
+    applies_factors = True
 
     @staticmethod
     def of(
         module: nn.Module, names: Sequence[str], scheme: Scheme, compute_dtype: torch.dtype | None = None
     ) -> NF4Experts:
         """Quantize weights of a module in place; weights on the meta device stay there."""
-        _patch_peft()
+        patch_peft()
         experts: Any = module
         experts.scheme, experts.compute_dtype, experts.plain = scheme, compute_dtype, type(module)
         experts.fused = {name: tuple(parameters_of(module)[name].shape) for name in names}
@@ -100,6 +103,14 @@ class NF4Experts(nn.Module):
     def product_dtype(self) -> torch.dtype:
         """The dtype that weights are dequantized to when they are used."""
         return self.running_dtype or self.compute_dtype or self.dtype
+
+    def product_dtype_for(self, x: torch.Tensor) -> torch.dtype:
+        """The dtype of products with this input."""
+        return self.compute_dtype or compute_dtype(x)
+
+    def expert_stack(self, name: str) -> Stack:
+        """A weight for grouped products."""
+        return quantized(self.scheme, self.fused[name], self.parts(name))
 
     def dequantize(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A weight as a dense tensor."""
@@ -158,15 +169,23 @@ class NF4Experts(nn.Module):
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, adapters: Adapters | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        if runs_own_experts(self) and not is_sharded(hidden_states):
+            own: torch.Tensor = self.plain.forward(self, hidden_states, *args, adapters=adapters, **kwargs)
+            return own
+        return self._by_expert(hidden_states, *args, adapters=adapters or {}, **kwargs)
+
     @torch.compiler.disable
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        input_dtype = hidden_states.dtype
-        self.running_dtype = self.compute_dtype or compute_dtype(hidden_states)
+    def _by_expert(self, hidden_states: torch.Tensor, *args: Any, adapters: Adapters, **kwargs: Any) -> torch.Tensor:
+        """The forward of the module's class, with weights that are dequantized one expert at a time."""
+        self.running_dtype, self.adapters = self.product_dtype_for(hidden_states), adapters
         try:
             out = self.plain.forward(self, hidden_states.to(self.running_dtype), *args, **kwargs)
         finally:
-            self.running_dtype = None
-        return out.to(input_dtype)
+            self.running_dtype, self.adapters = None, {}
+        return out.to(hidden_states.dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> NF4Experts:
         if requires_grad:
@@ -190,10 +209,8 @@ def dequantize_stack(parts: Parts, shape: tuple[int, ...], scheme: Scheme, dtype
     """Dequantize all experts; meta parts give a meta tensor."""
     out = torch.empty(shape, dtype=dtype, device=parts["packed"].device)
     if not out.is_meta:
-        for i, expert in enumerate(out):
-            expert.copy_(
-                sharded_groups.dense(sharded_groups.matrix_of(parts, i, shape[1:], scheme), shape[1:], scheme, dtype)
-            )
+        for rows, values in quantized(scheme, shape, parts).dense_parts(dtype):
+            out[:, rows] = values
     return out
 
 
@@ -202,44 +219,3 @@ def _class_of(plain: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """A subclass of the module's class whose weights are `FusedWeight`s."""
     weights = {name: property(functools.partial(FusedWeight, name=name)) for name in names}
     return type(f"NF4{plain.__name__}", (NF4Experts, plain), weights)
-
-
-# --- adapters ---------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _patch_peft() -> None:
-    """Make PEFT's `target_parameters` adapters work on 4-bit experts.
-
-    PEFT adds them to the weight during forward, which needs a dense weight. On `NF4Experts` they are applied as
-    separate products; adapters on other modules are not affected.
-    """
-    from peft.tuners.lora import layer
-
-    wrapper_class: Any = layer.ParamWrapper
-    original = wrapper_class._activate_lora
-
-    @contextlib.contextmanager
-    def activate(wrapper: Any, adapters: Sequence[str]) -> Iterator[None]:
-        experts, name = wrapper.get_base_layer(), wrapper.parameter_name
-        if not isinstance(experts, NF4Experts) or name not in experts.fused:
-            with original(wrapper, adapters):
-                yield
-            return
-        experts.adapters[name] = [_factors(wrapper, adapter) for adapter in adapters if adapter in wrapper.lora_A]
-        try:
-            yield
-        finally:
-            del experts.adapters[name]
-
-    wrapper_class._activate_lora = activate
-
-
-def _factors(wrapper: Any, adapter: str) -> LoraFactors:
-    """An adapter's factors per expert: scale × left @ right is added to the weight [experts, rows, columns]."""
-    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    right = a.reshape(wrapper.num_experts, -1, a.shape[-1])  # [experts, r, in]
-    left = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)  # [experts, out, r]
-    if not getattr(wrapper, "_did_swap_in_out_features", False):  # the weight is stored as [experts, in, out]
-        left, right = right.transpose(1, 2), left.transpose(1, 2)
-    return LoraFactors(left, right, wrapper.scaling[adapter])

@@ -27,13 +27,22 @@ from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import fuse_mlps
 from fullshard.lora.language_model import left_out, left_out_tensors, outside_pattern
-from fullshard.lora.peft_model import check_method, check_trains, get_peft_model_on_meta, method_of, with_layers
+from fullshard.lora.peft_model import (
+    check_method,
+    check_trains,
+    get_peft_model_on_meta,
+    method_of,
+    set_dropout,
+    with_layers,
+)
 from fullshard.lora.targets import ALL_LINEAR, adapts_parameters, mixture_targets
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.models.causal_lm import get_causal_lm
+from fullshard.models.experts import experts_modules
 from fullshard.models.layer_groups import gated_mlps, shared_inputs
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
+from fullshard.quant.expert_adapters import runs_own_experts
 from fullshard.quant.quantize import quantized_format
 from fullshard.sft.adapter_options import check_prompt
 from fullshard.sft.sft_config import SFTConfig
@@ -128,17 +137,29 @@ def fit_adapter_config(config: SFTConfig, peft_config: Any, model: Any, say: Say
         return peft_config
     is_lora = method_of(peft_config) == "LORA"
     everything = getattr(peft_config, "target_modules", None) == ALL_LINEAR
-    if everything and (targets := mixture_targets(inner)) is not None:
+    if everything and (targets := mixture_targets(inner, config.lora_experts)) is not None:
         peft_config.target_modules = targets.modules
         if is_lora:
             peft_config.target_parameters = targets.parameters
-        if not (is_lora and targets.has_experts):
+        if config.lora_experts and not (is_lora and targets.has_experts):
             say(f"all-linear: the experts of {type(inner).__name__} get no adapters, because peft cannot add them.")
+    return peft_config
+
+
+def expert_dropout(config: SFTConfig, peft_config: Any, model: Any, say: Say) -> float:
+    """The dropout that PEFT's configuration cannot have because experts get adapters: it is set to 0 there, and
+    returned if the run has it nevertheless. Where PEFT's own forward runs, the default is left out."""
+    rate, inner = getattr(peft_config, "lora_dropout", 0.0) or 0.0, get_causal_lm(model)
+    if not rate or method_of(peft_config) != "LORA" or not adapts_parameters(peft_config, inner):
+        return 0.0
+    if any(runs_own_experts(module) for _, module in experts_modules(inner)):
+        peft_config.lora_dropout = 0.0
+        return rate
     default = type(config).__dataclass_fields__["lora_dropout"].default
-    if is_lora and peft_config.lora_dropout == default and adapts_parameters(peft_config, inner):
+    if rate == default:
         peft_config.lora_dropout = 0.0
         say(f"lora_dropout: the default of {default} is left out, because peft has none for adapters on experts.")
-    return peft_config
+    return 0.0
 
 
 def resumed_config(config: SFTConfig, folder: Path, say: Say) -> Any:
@@ -307,7 +328,10 @@ def make_trainable(
     for one in getattr(model, "peft_config", {"new": peft_config} if peft_config is not None else {}).values():
         check_method(one, quantized_format(model), in_memory)
     if peft_config is not None:
+        dropout = expert_dropout(config, peft_config, model, say) if adapter_dir is None else 0.0
         model = add_adapter(model, peft_config, config.seed, adapter_dir)
+        if dropout:
+            set_dropout(model, dropout)
         if config.prompt_tuning_init_text:
             init_from_tokens(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
     for kind in prompt_kinds(model):

@@ -42,8 +42,8 @@ class AdapterOptions:
     lora_alpha: int = option(16, elsewhere=("alpha",))
     """The adapter's output is scaled by alpha / r."""
     lora_dropout: float = option(0.1, elsewhere=("dropout",))
-    """Dropout on the adapter's input. The default is left out for adapters on fused experts, which have none in
-    PEFT."""
+    """Dropout on the adapter's input. Adapters on fused experts have it where fullshard's experts run; PEFT has none
+    there, so the adapter's files record 0."""
     lora_target_modules: str = option(
         LORA_TARGETS,
         given_as="module names, or all-linear",
@@ -51,6 +51,9 @@ class AdapterOptions:
     )
     """The layers that get an adapter: a comma-separated list, or all-linear for every linear layer except the output
     head, and all experts of a mixture, but no router."""
+    lora_experts: bool = True
+    """Whether all-linear includes the experts of a mixture. Shared experts, which see every token, are included in any
+    case."""
     fused_lora: bool | None = None
     """Run LoRA layers that share an input (queries, keys and values; the branches of an MLP) as one operator, with
     dropout inside it and a backward pass of its own. On by default on GPUs. Layers that it does not support run as in

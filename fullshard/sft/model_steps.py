@@ -30,6 +30,7 @@ from fullshard.models.attention import is_own
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.embeddings import add_noise
+from fullshard.models.experts import ExpertsVerdict, has_experts, try_experts, use_own_experts
 from fullshard.models.host_weights import offload_embedding, offload_experts
 from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
 from fullshard.models.packing_check import PackingVerdict, try_packing
@@ -79,10 +80,12 @@ def adapt_model(
     config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, peft_config: Any, adapter_dir: Path | None,
     device: torch.device, say: Say, *, in_memory: bool = False, trains: bool = True, present: bool = True,
 ) -> AdaptedModel:  # fmt: skip
-    """Choose attention and packing, quantize a model that is `in_memory`, add the adapter. All ranks must call it."""
+    """Choose attention, experts and packing, quantize a model that is `in_memory`, add the adapter. All ranks must call
+    it."""
     if in_memory and not hasattr(model, "peft_config") and (line := freeze_other_parts(model)):
         say(line)
     choose_attention(config, model, device, in_memory)
+    choose_experts(model, say, in_memory=in_memory)
     packing = choose_packing(config, model, device, say, present=present) if config.keeps_apart else None
     if note := run_on_all_ranks(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
@@ -156,7 +159,19 @@ def shard_ready_model(config: SFTConfig, model: Any, ready: ReadyModel, say: Say
     return sharded
 
 
-# --- packing --------------------------------------------------------------------------------------------------------
+# --- experts and packing --------------------------------------------------------------------------------------------
+
+
+def choose_experts(model: Any, say: Say, *, in_memory: bool = False) -> None:
+    """Let the experts of a mixture run our implementation, where a trial on the first rank shows that it is right. All
+    ranks must call it. A model that is `in_memory` keeps an implementation that its script chose."""
+    inner = get_causal_lm(model)
+    chosen = getattr(inner.config.get_text_config(), "_experts_implementation", None)
+    if not has_experts(inner) or engines.current().compiles_steps or (in_memory and chosen not in (None, "grouped_mm")):
+        return
+    verdict: ExpertsVerdict = on_rank_0(functools.partial(try_experts, model), "experts check")
+    if not (verdict.usable and use_own_experts(model)):
+        say(f"experts: {type(inner).__name__} runs them by transformers' own code, because {verdict.reason}.")
 
 
 def choose_packing(

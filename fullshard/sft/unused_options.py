@@ -180,7 +180,7 @@ NEEDS = (
     _need("peft_type", "there is no adapter; set use_peft_lora", _trains),
     _need("adapter_dtype", "there is no adapter; set use_peft_lora", _trains, in_scripts=False),
     _need(
-        "fused_lora loraplus_lr_ratio", "there is no LoRA adapter; set use_peft_lora",
+        "fused_lora lora_experts loraplus_lr_ratio", "there is no LoRA adapter; set use_peft_lora",
         lambda run: _trains(run, "lora"), in_scripts=False,
     ),
     _need("loraplus_lr_embedding", "LoRA+ is off; set loraplus_lr_ratio", lambda run: run.loraplus_lr_ratio),

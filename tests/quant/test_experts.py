@@ -18,7 +18,8 @@ from fullshard import load_pretrained, load_state, lora, save_pretrained, save_s
 from fullshard.config.errors import QuantizationError
 from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_policy
-from fullshard.quant.expert_weights import LoraFactors
+from fullshard.models.experts import use_own_experts
+from fullshard.quant.expert_adapters import LoraFactors
 from fullshard.quant.experts import NF4Experts
 from fullshard.quant.export import model_tensors
 from fullshard.quant.quantize import dequantize_model, quantize_model, quantized_experts
@@ -100,18 +101,29 @@ def test_bytes_are_those_of_bitsandbytes_expert_by_expert(family, scheme):
                                             sum(p.numel() for p in dense.parameters()))  # fmt: skip
 
 
-WAYS = list(itertools.product([mixtral, gpt_oss], ["eager", "grouped_mm", "batched_mm"]))
+def run_experts(model, way):
+    if way == "fullshard":
+        assert use_own_experts(model)
+    model.config._experts_implementation = way
+
+
+WAYS = list(itertools.product([mixtral, gpt_oss], ["fullshard", "grouped_mm", "eager", "batched_mm"]))
 
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [pytest.param(f, w, marks=[] if (f, w) == WAYS[1] else pytest.mark.slow, id=f"{f.__name__}-{w}") for f, w in WAYS],
+    [
+        pytest.param(
+            f, w, marks=[] if w == "fullshard" or (f, w) == WAYS[1] else pytest.mark.slow, id=f"{f.__name__}-{w}"
+        )
+        for f, w in WAYS
+    ],
 )
 def test_results_are_those_of_a_dense_model(family, way):
     """With adapters on the experts and without; every way in which transformers computes them."""
     scheme = Scheme(double=True)
     model, dense = with_lora(quantize_model(family(), scheme)), with_lora(rounded(family(), scheme))
-    model.config._experts_implementation = way
+    run_experts(model, way)
     dense.config._experts_implementation = "eager"
     rows = batches(1)[0]
     losses = []
@@ -127,10 +139,10 @@ def test_results_are_those_of_a_dense_model(family, way):
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("way", [pytest.param("eager", marks=pytest.mark.slow), "grouped_mm"])
+@pytest.mark.parametrize("way", ["fullshard", pytest.param("eager", marks=pytest.mark.slow), "grouped_mm"])
 def test_nothing_dense_is_kept_for_backward(way):
     model = with_lora(quantize_model(mixtral(), Scheme()))
-    model.config._experts_implementation = way
+    run_experts(model, way)
     experts = next(iter(quantized_experts(model).values()))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -298,11 +310,12 @@ def test_activation_checkpointing_and_compiled_units(tmp_path, reentrant):
 
 @ranks(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("way", ["fullshard", "eager", "grouped_mm"])
 def test_a_global_program(way):
     """Sharded inputs: the loss is over the global batch."""
     alone, model = with_lora(rounded(mixtral(), Scheme())), with_lora(quantize_model(mixtral(), Scheme()))
-    alone.config._experts_implementation, model.config._experts_implementation = "eager", way
+    alone.config._experts_implementation = "eager"
+    run_experts(model, way)
     mesh, batch = mesh_for("FULL_SHARD"), batches(1)[0]
     model = FSDPv2(model, mesh, auto_wrap_policy=transformer_auto_wrap_policy)
     ids = xs.mark_sharding(batch.clone(), mesh, ("fsdp", None))

@@ -81,7 +81,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FEW = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "DeepseekV3", "GptOss", "JetMoe", "Phimoe", "Gemma4Text")
 ROUTERS = re.compile(r"\.(gate|router)\.")
-LORA = {"use_peft_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": "all-linear"}
+LORA = {"use_peft_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 
 
 def make(family: str) -> Any:
@@ -201,12 +201,33 @@ def test_in_4_bits(family, tmp_path):
 
 
 @ranks(1)
-def test_the_default_dropout_is_left_out_with_a_note(tmp_path):
+def test_experts_have_dropout_and_peft_loads_the_files(tmp_path):
+    """PEFT's configuration has no dropout for parameters, so it records 0."""
+    trainer = start(tmp_path, "Mixtral", max_steps=1, lora_dropout=0.2)
+    layers = [m for m in trainer.parts.model.modules() if hasattr(m, "lora_dropout")]
+    assert {m.lora_dropout["default"].p for m in layers} == {0.2} and any(hasattr(m, "parameter_name") for m in layers)
+    trainer.train()
+    trainer.save_model(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert loaded.peft_config["default"].lora_dropout == 0
+    torch.testing.assert_close(logits_of(trainer.model.eval()), logits_of(loaded.eval()), rtol=0, atol=1e-5)
+
+
+@ranks(1)
+def test_the_default_dropout_is_left_out_where_peft_runs_experts(tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        trainer = start(tmp_path, "Mixtral", max_steps=1, progress="plain")
-        trainer.train()
+        trainer = start(tmp_path, "Llama4Text", lora_dropout=0.1, progress="plain")
     assert trainer.parts.adapter_config.lora_dropout == 0
     assert "lora_dropout: the default of 0.1 is left out" in out.getvalue()
+    assert "experts: Llama4ForCausalLM runs them by transformers' own code" in out.getvalue()
+
+
+@ranks(1)
+def test_experts_can_be_left_out(tmp_path):
+    trainer = start(tmp_path, "Qwen2Moe", lora_experts=False)
+    expected = {name for name in must_train(make("Qwen2Moe")) if ".experts." not in name}
+    assert trained(trainer.parts.model) == expected and any("shared_expert" in name for name in expected)
 
 
 @ranks(1)
@@ -240,7 +261,10 @@ def test_experts_that_peft_cannot_adapt_are_left_out_with_a_note(tmp_path):
 )  # fmt: skip
 def test_a_setting_that_does_not_fit_is_refused(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        start(tmp_path, "Mixtral", **changes)
+        start(tmp_path, "Llama4Text", **changes)
+    if "use_dora" in changes:
+        with pytest.raises(ConfigError, match=message):
+            start(tmp_path / "other", "Mixtral", **changes)
 
 
 @ranks(1)

@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.config.errors import ConfigError, QuantizationError
+from fullshard.config.errors import QuantizationError
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.quant.linear import NF4Linear
@@ -114,8 +114,6 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
         with loaded.disable_adapter():
             assert not torch.allclose(got, loaded(input_ids=ids).logits, atol=1e-3)
-    with pytest.raises(ConfigError, match=r"lora_dropout=0\.1: peft has no dropout for adapters on parameters"):
-        train(str(tmp_path / "model"), settings(tmp_path, max_steps=1, **options))
 
 
 @ranks(2)
