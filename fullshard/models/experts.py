@@ -38,6 +38,8 @@ from fullshard.spmd.tensor import is_sharded
 
 GATE = "_fullshard_gate"
 """The attribute of a module with its gate, as a string: equal for layers of a kind, so these share compiled code."""
+COUNTS = "_fullshard_tokens_per_expert"
+"""The attribute of a module that counts its experts' tokens."""
 TOKENS = 24
 RANKS = 8
 """Ranks of adapters are padded to multiples of this: 16 bytes in bf16, as grouped products need."""
@@ -106,12 +108,21 @@ def experts(
     gate = _gate_of(module)
     assert gate is not None
     routing, x = Routing.of(top_k_index, up.stack.shape[0]), hidden_states.to(dtype)
+    _count_tokens(module, routing)
     if not getattr(module, "has_post_expert_norm", False):
         return run_experts(x, top_k_weights, routing, up, down, gate).to(hidden_states.dtype)
     rows = module.post_expert_norm(run_experts(x, None, routing, up, down, gate))
     by_choice = rows.index_select(0, routing.position.reshape(-1)).view(*routing.position.shape, -1)
     weights = top_k_weights.masked_fill(routing.absent(), 0)
     return (by_choice * weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _count_tokens(module: Any, routing: Routing) -> None:
+    """Add the tokens of each expert, and all tokens, to the counts of a module that has some (`models/routing.py`)."""
+    counts = getattr(module, COUNTS, None)
+    if counts is not None and module.training:
+        own = routing.ends.diff(prepend=routing.ends.new_zeros(1))
+        counts += torch.cat([own, own.new_full((1,), len(routing.position))])
 
 
 def _product_dtype(module: Any, name: str, x: torch.Tensor) -> torch.dtype:

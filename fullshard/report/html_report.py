@@ -12,6 +12,7 @@ from fullshard.report.page import Contents, escape, fact_list, figures, folded, 
 from fullshard.report.records import METRICS_FILE
 from fullshard.report.run_charts import (
     communication_chart,
+    expert_chart,
     length_chart,
     memory_charts,
     metric_charts,
@@ -40,6 +41,7 @@ def render(record: RunRecord) -> str:
 def contents(record: RunRecord) -> Contents:
     """What the page of a run shows."""
     curves, others, memory = metric_charts([record]), other_charts([record]), memory_charts(record)
+    curves += [chart for chart in [expert_chart(record)] if chart is not None]
     traffic = communication_chart(record)
     lengths = [chart for i, one in enumerate(record.data, 1) if (chart := length_chart(one, i)) is not None]
     sections = {

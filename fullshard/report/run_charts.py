@@ -37,10 +37,11 @@ CURVES = (
     Curve("speed", "Speed", "tokens_per_second", "tokens per second", True, ",.4~s"),
     Curve("memory", "Peak memory so far, on the first rank", "memory_gib", "GiB", True),
     Curve("entropy", "Entropy", r"entropy|eval_(.+_)?entropy"),
+    Curve("expert-load", "Busiest expert's tokens ÷ mean, over all layers", "expert_load", "", True),
     Curve("aux-loss", "Router's auxiliary loss", r"aux_loss|eval_(.+_)?aux_loss"),
 )
 COUNTED = (
-    r"step|epoch|num_tokens|num_input_tokens_seen|skipped_steps|total_flos|train_.*|"
+    r"expert_load_by_layer|idle_experts(_by_layer)?|step|epoch|num_tokens|num_input_tokens_seen|skipped_steps|total_flos|train_.*|"
     r"(eval|test)_(.+_)?(runtime|samples_per_second|steps_per_second|num_tokens|model_preparation_time)"
 )
 """Metrics that only grow, or come once: no charts."""
@@ -115,6 +116,18 @@ def markers(run: RunRecord) -> list[Marker]:
     saved = {int(event["step"]) for event in run.of_kind("checkpoint")} | set(run.checkpoints)
     resumed = [int(event["step"]) for event in run.of_kind("resume")]
     return [Marker(at, "checkpoint") for at in sorted(saved)] + [Marker(at, "resumed") for at in resumed]
+
+
+def expert_chart(run: RunRecord) -> Chart | None:
+    """How each layer of a mixture used its experts when the run logged last."""
+    last: Record = next((record for record in reversed(run.metrics) if "expert_load_by_layer" in record), {})
+    loads, idle = (last.get(f"{name}_by_layer") for name in ("expert_load", "idle_experts"))
+    if not (isinstance(loads, list) and isinstance(idle, list) and all(map(is_number, [*loads, *idle])) and loads):
+        return None
+    bars = [Bar(f"{layer}" if not none else f"{layer} ({none} idle)", {"busiest ÷ mean": float(load)})
+            for layer, (load, none) in enumerate(zip(loads, idle, strict=False))]  # fmt: skip
+    title = f"Busiest expert's tokens ÷ mean, by layer with experts, at step {last['step']}"
+    return bar_chart("expert-layers", title, bars, x="layer")
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

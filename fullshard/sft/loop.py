@@ -21,6 +21,7 @@ from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.router_loss import has_router_loss
+from fullshard.models.routing import TokensPerExpert, collapse_warning, usage_metrics
 from fullshard.report.reporter import Reporter, Window, memory_gib
 from fullshard.sft.batches import Steps, describe_data
 from fullshard.sft.callbacks import Callbacks
@@ -93,6 +94,7 @@ class Loop:
         self._logged = 0
         """The step of the last log line."""
         self._has_router_loss = has_router_loss(state.model)
+        self._experts = TokensPerExpert(state.model)
         self._counts_tokens = config.include_num_input_tokens_seen != "no"
 
     def run(self, checkpoints: CheckpointManager) -> None:
@@ -201,10 +203,18 @@ class Loop:
             "tokens_per_second": state.window.tokens_per_second,
             "memory_gib": memory_gib(),
             **({"skipped_steps": skipped} if skipped or state.scaler.is_enabled() else {}),
+            **self._usage_of_experts(),
         }
         state.window, self._logged = Window(), self.progress.step
         state.logged = {**measured, "num_tokens": tokens}
         self.functions.log(values)
+
+    def _usage_of_experts(self) -> dict[str, Any]:
+        """How a mixture used its experts since the last log line."""
+        usage = self._experts.take()
+        if warning := collapse_warning(usage):
+            runtime.warn_once("collapsed routing", warning)
+        return usage_metrics(usage)
 
     def _save(self) -> None:
         self.functions.save_checkpoint(self.model)
