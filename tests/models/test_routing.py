@@ -15,6 +15,8 @@ from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.models.experts import experts_modules, use_own_experts
 from fullshard.models.routing import ExpertUsage, TokensPerExpert, collapse_warning, usage_metrics
+from fullshard.report.run_charts import expert_chart
+from fullshard.report.run_record import read_run
 from tests.pool import ranks
 from tests.sft.runs import global_batch, settings, train
 from tests.sft.tiny import make_model
@@ -97,5 +99,6 @@ def test_a_run_logs_them_and_warns_once(tmp_path: Path) -> None:
         assert logged[0]["expert_load_by_layer"][0] == logged[0]["expert_load"] == EXPERTS / CHOICES
         assert logged[0]["idle_experts_by_layer"][0] == EXPERTS - CHOICES
         assert logged[1]["idle_experts"] == sum(logged[1]["idle_experts_by_layer"])
-        report = (tmp_path / "out/report.html").read_text()
-        assert "by layer with experts, at step 4" in report
+        chart = expert_chart(read_run(tmp_path / "out"))
+        assert chart is not None and chart.title.endswith("by layer with experts, at step 4")
+        assert chart.columns["y"] == logged[1]["expert_load_by_layer"]
