@@ -484,6 +484,28 @@ def saved_tensors() -> None:
         assert torch_private.saved_tensors_are_mutable()
 
 
+@check("saved_tensors_are_packed")
+def packing_hooks() -> None:
+    seen: list[bool] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch_private.saved_tensors_are_packed())
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(torch_private.saved_tensors_are_packed())
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(lambda x: Looks.apply(x).sin(), x, use_reentrant=False)
+    del seen[:]
+    y.sum().backward()
+    assert seen == [True, False], "only while it is recomputed"
+
+
 @check("in_functorch")
 def transforms() -> None:
     seen: list[bool] = []

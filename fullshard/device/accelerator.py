@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import socket
 import weakref
@@ -117,22 +118,35 @@ class _StandIn:
 
     kind: DeviceKind | None = None
     computes_fp8 = False
+    imbalance = 1.0
 
 
 _stand_in = _StandIn()
 
 
 @contextlib.contextmanager
-def meta_stands_for(device: torch.device, computes_fp8: bool = True) -> Iterator[None]:
+def meta_stands_for(device: torch.device, computes_fp8: bool = True, imbalance: float = 1.0) -> Iterator[None]:
     """Inside, tensors on the meta device take the paths of this device, which need not exist here: the same operators
-    run, without values. `computes_fp8` tells whether an accelerator multiplies fp8 matrices in hardware."""
-    before = _stand_in.kind, _stand_in.computes_fp8
+    run, without values. `computes_fp8` tells whether an accelerator multiplies fp8 matrices in hardware, and
+    `imbalance` how rows are divided into groups (`rows_of_groups`)."""
+    before = _stand_in.kind, _stand_in.computes_fp8, _stand_in.imbalance
+    _stand_in.imbalance = imbalance
     _stand_in.kind = entry = KINDS.get(device.type)
     _stand_in.computes_fp8 = entry is not None and entry.fp8_from is not None and computes_fp8
     try:
         yield
     finally:
-        _stand_in.kind, _stand_in.computes_fp8 = before
+        _stand_in.kind, _stand_in.computes_fp8, _stand_in.imbalance = before
+
+
+def rows_of_groups(rows: int, groups: int) -> list[int]:
+    """The rows that each group has on the meta device, such as the tokens of experts: equally many, or the first one
+    `imbalance` times the mean and the others the rest."""
+    if groups == 1:
+        return [rows]
+    largest = min(rows, round(_stand_in.imbalance * rows / groups))
+    ends = [(rows - largest) * i // (groups - 1) for i in range(groups)]
+    return [largest, *(stop - start for start, stop in itertools.pairwise(ends))]
 
 
 def current() -> torch.device:

@@ -371,6 +371,12 @@ def sequence_nr(node: Any) -> int:
     return number
 
 
+def saved_tensors_are_packed() -> bool:
+    """Whether hooks pack the tensors that are saved now (`saved_tensors_hooks`). 2.11, 2.13. In backward passes torch's
+    checkpointing alone does that, while it recomputes: plans would not know what is recomputed."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def saved_tensors_are_mutable() -> bool:
     """Whether `allow_mutation_on_saved_tensors()` is in force. 2.11, 2.13. It corrupts gradients instead of being
     refused."""

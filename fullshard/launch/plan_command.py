@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +37,17 @@ class PlanOptions(MachineOptions):
     """Rank the settings that fit this machine by estimated speed, each with the YAML that runs it."""
     allow: tuple[str, ...] = option((), kind=tuple, given_as="lora,qlora,fp8,…")
     """What the search may change beside strategy, offload, checkpointing and micro-batch."""
+    routing_imbalance: float = 1.0
+    """For mixtures of experts: how many times the mean of tokens the busiest expert gets; 1 is balanced routing."""
     json: bool = False
     """Print one JSON object; docs/planning.md describes it."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.routing_imbalance < math.inf:
+            raise ConfigError(
+                f"routing_imbalance is {self.routing_imbalance:g}; expected 1 (balanced) or more: how many times the "
+                f"mean of tokens the busiest expert gets."
+            )
 
 
 def plan_options() -> tuple[Option, ...]:
@@ -46,7 +56,7 @@ def plan_options() -> tuple[Option, ...]:
 
 
 EXIT_CODES = {True: 0, False: 1, None: 3}
-"""By whether a run fits; None is where that cannot be told. 2 is for wrong settings."""
+"""By whether a run fits; None is unknown. 2 is for wrong settings."""
 
 
 def plan(words: Sequence[str]) -> int:
@@ -121,7 +131,10 @@ def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:
         notes.append(f"there is no GPU here: speeds, links and host memory are those of {assumed.name} (machine)")
     engine = dataclasses.replace(engine, use_cpu=machine.shares_host_memory)
     engine.mesh_shape(machine.num_processes, machine.nodes)
-    return PlanRequest(config, engine, model, adapter, machine, notes=tuple(notes)), options
+    imbalance = options.routing_imbalance
+    return PlanRequest(
+        config, engine, model, adapter, machine, routing_imbalance=imbalance, notes=tuple(notes)
+    ), options
 
 
 def _with_model_flag(words: Sequence[str]) -> list[str]:
@@ -176,7 +189,7 @@ def show_plan_help() -> None:
         "fullshard sft and fullshard launch are accepted and mean the same, for example:\n\n"
         "fullshard plan meta-llama/Llama-3.1-8B --use_peft_lora --bf16 --machine h100-80gb --num_processes 8\n\n"
         f"Machines: {', '.join(MACHINES)}.\n\n"
-        "The exit code is 0 if the run fits, 1 if it does not, 3 if that cannot be told because the model cannot be "
-        "traced, and 2 for wrong settings.",
+        "The exit code is 0 if the run fits, 1 if it does not, 2 for wrong settings, and 3 if it is unknown whether "
+        "the run fits, because the model cannot be traced.",
         {"Flags": plan_options()},
     )

@@ -85,30 +85,30 @@ def get_peft_model_on_meta(model: nn.Module, peft_config: Any) -> Any:
         with torch.device("cpu"), contextlib.nullcontext() if known else _stand_ins(model):
             return with_layers(model, peft_config)
     if not isinstance(method, str) or method.lower() == "gaussian":
-        return with_layers(model, peft_config)
+        return with_layers(model, peft_config, low_cpu_mem_usage=True)
     if method == "loftq" and (peft_config.loftq_config or {}).get("loftq_iter", 1) != 1:
         raise ConfigError("loftq_config: loftq_iter above 1 also changes the base weights; expected 1")
     peft_config = copy.copy(peft_config)
     peft_config.init_lora_weights = True
-    peft_model = with_layers(model, peft_config)
+    peft_model = with_layers(model, peft_config, low_cpu_mem_usage=True)
     peft_config.init_lora_weights = method
     return peft_model
 
 
-def with_layers(model: nn.Module, peft_config: Any) -> Any:
-    """PEFT's `get_peft_model`, in which a LoRA adapter on the weight of a linear layer (`target_parameters`) is a LoRA
-    layer. PEFT would add it to the weight in each forward pass, which a quantized weight does not allow. Its files are
-    the same."""
+def with_layers(model: nn.Module, peft_config: Any, **options: Any) -> Any:
+    """PEFT's `get_peft_model` with its options, in which a LoRA adapter on the weight of a linear layer
+    (`target_parameters`) is a LoRA layer. PEFT would add it to the weight in each forward pass, which a quantized
+    weight does not allow. Its files are the same."""
     from peft import get_peft_model
 
     named = sorted(getattr(peft_config, "target_parameters", None) or ())
     if not named or peft_config.lora_dropout:
-        return get_peft_model(model, peft_config)
+        return get_peft_model(model, peft_config, **options)
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     of_layers = {target: [n for n in layers if f".{n}.weight".endswith(f".{target}")] for target in named}
     peft_config = copy.copy(peft_config)
     peft_config.target_parameters = [target for target in named if not of_layers[target]] or None
-    peft_model: Any = get_peft_model(model, peft_config)
+    peft_model: Any = get_peft_model(model, peft_config, **options)
     for name in sorted({name for names in of_layers.values() for name in names}):
         path, _, own = name.rpartition(".")
         parent, layer = model.get_submodule(path), model.get_submodule(name)

@@ -23,6 +23,8 @@ aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 WIDEST_FLASH = 256
 """The widest heads of flash attention."""
+ALIGNMENT = 16
+"""Bytes that the rows of a grouped product's result are a multiple of."""
 
 
 @contextlib.contextmanager
@@ -30,7 +32,7 @@ def device_kernels() -> Iterator[None]:
     """Inside, attention and dropout on the meta device are the operators of the device that it stands for (see
     `accelerator.meta_stands_for`)."""
     attention, dropout, grouped = F.scaled_dot_product_attention, F.dropout, F.grouped_mm
-    bincount, addmm = torch.bincount, torch.addmm
+    bincount, addmm, autocast = torch.bincount, torch.addmm, torch.autocast
 
     def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return (sdpa if query.is_meta else attention)(query, *args, **kwargs)
@@ -40,9 +42,11 @@ def device_kernels() -> Iterator[None]:
         fused = x.is_meta and one_pass and training and 0 < p < 1 and x.requires_grad
         return torch.native_dropout(x, p, True)[0] if fused else dropout(x, p, training, inplace)
 
-    def multiply(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        wide = a.is_meta and a.dtype is not torch.bfloat16 and (a.dim(), b.dim()) == (2, 3)
-        return _WideGroups.apply(a, b, kwargs.get("offs")) if wide else grouped(a, b, *args, **kwargs)
+    def multiply(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
+        # In other dtypes than bf16 torch refuses grouped products on the meta device only.
+        wide = a.is_meta and a.dtype is not torch.bfloat16
+        out: torch.Tensor = grouped_mm_on_meta(a, b, offs) if wide else grouped(a, b, offs=offs, **more)
+        return out
 
     def count(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
         return x.new_empty(minlength) if x.is_meta else bincount(x, weights, minlength)
@@ -52,9 +56,12 @@ def device_kernels() -> Iterator[None]:
         widened = total.is_meta and "out_dtype" in kwargs
         return torch.mm(*args, **kwargs) if widened else addmm(total, *args, **kwargs)
 
+    def cast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return autocast(accelerator.kind() if device_type == "meta" else device_type, *args, **kwargs)
+
     with (
         _replaced(F, scaled_dot_product_attention=attend, dropout=drop, grouped_mm=multiply),
-        _replaced(torch, bincount=count, addmm=add_product),
+        _replaced(torch, bincount=count, addmm=add_product, autocast=cast),
     ):
         yield
 
@@ -108,25 +115,6 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(mask, zero, lowest)
 
 
-class _WideGroups(torch.autograd.Function):
-    """Products of groups of rows [rows, k] with a matrix each [groups, k, n], in dtypes that torch refuses on the meta
-    device only."""
-
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(a, b, offsets)
-        return torch.mm(a, b[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        a, b, _ = ctx.saved_tensors
-        grad_a = torch.mm(grad_out, b[0].t()) if ctx.needs_input_grad[0] else None
-        grad_b = torch.empty_like(b) if ctx.needs_input_grad[1] else None
-        if grad_b is not None:
-            torch.mm(a.t(), grad_out, out=grad_b[0])
-        return grad_a, grad_b, None
-
-
 # --- flex attention -------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +150,42 @@ def _backward(ctx: Any, grad_out: torch.Tensor, _: Any) -> Any:
 
 
 torch.library.register_autograd("fullshard::flex_attention_on_meta", _backward, setup_context=_keep)
+
+
+# --- grouped products ------------------------------------------------------------------------------------------------
+
+torch.library.define("fullshard::grouped_mm_on_meta", "(Tensor a, Tensor b, Tensor? ends) -> Tensor")
+grouped_mm_on_meta = torch.ops.fullshard.grouped_mm_on_meta
+"""Products of groups: rows of a matrix (which end at `ends`) with a matrix each [rows, k] × [groups, k, n], or columns
+with rows [m, rows] × [rows, n], which give a matrix for each group."""
+
+
+@torch.library.register_fake("fullshard::grouped_mm_on_meta")
+def _(a, b, ends):  # type: ignore[no-untyped-def]
+    *outer, columns = [ends.shape[0], a.shape[0], b.shape[1]] if b.dim() == 2 else [*a.shape[:-1], b.shape[-1]]
+    aligned = -(-columns * a.element_size() // ALIGNMENT) * ALIGNMENT // a.element_size()
+    return a.new_empty(*outer, aligned)[..., :columns]
+
+
+def _keep_factors(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+    a, b, ends = ctx.saved_tensors
+    grad_a = _like(a, grad_out, b.transpose(-2, -1), ends) if ctx.needs_input_grad[0] else None
+    grad_b = _like(b, a.transpose(-2, -1), grad_out, ends) if ctx.needs_input_grad[1] else None
+    return grad_a, grad_b, None
+
+
+def _like(t: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """A grouped product with the order of dims in memory that a tensor has."""
+    if t.stride(-2) < t.stride(-1):
+        return grouped_mm_on_meta(b.transpose(-2, -1), a.transpose(-2, -1), ends).transpose(-2, -1)
+    return grouped_mm_on_meta(a, b, ends)
+
+
+torch.library.register_autograd("fullshard::grouped_mm_on_meta", _grouped_backward, setup_context=_keep_factors)
 
 
 # --- floating-point operations ----------------------------------------------------------------------------------------
@@ -209,10 +233,30 @@ FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward(7),
     aten._scaled_dot_product_efficient_attention: _attention_forward(6),
     aten._scaled_dot_product_efficient_attention_backward: _attention_backward(11),
+    torch.ops.fullshard.grouped_mm_on_meta: _product,
     torch.ops.fullshard.flex_attention_on_meta: _attention_forward(None),
     torch.ops.fullshard.flex_attention_on_meta_backward: _attention_backward(None),
 }
 """By operator, the floating-point operations of its kernel, from its positional arguments."""
+PLAIN, ATTENTION, ATTENTION_BACKWARD, GROUPED = "products", "attention", "attention backward", "grouped products"
+KINDS: dict[Any, str] = {
+    **{operator: ATTENTION for operator in FLOPS if "attention" in str(operator)},
+    **{operator: ATTENTION_BACKWARD for operator in FLOPS if str(operator).endswith("backward")},
+    **{operator: GROUPED for operator in FLOPS if "grouped_mm" in str(operator)},
+}
+"""Operators that reach less than plain products do, by kind."""
+TILE = 128
+"""Rows that grouped products of accelerators compute at a time: a group that does not fill its last tile pays for all
+of it."""
+
+
+def padded_operations(operator: Any, args: Any) -> int:
+    """The floating-point operations of an operator as the device runs them, with those of tiles that are not full."""
+    flops = FLOPS[operator](*args)
+    if KINDS.get(operator) != GROUPED or args[1].dim() == 2 or not accelerator.is_accelerator(args[0].device):
+        return flops
+    groups = accelerator.rows_of_groups(args[0].shape[-2], args[1].shape[0]) if args[0].dim() == 2 else []
+    return flops * sum(-(-rows // TILE) * TILE for rows in groups) // sum(groups) if sum(groups) else flops
 
 
 # --- memory that results do not show ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ It follows from the data of a run that begins, from rows on this machine, or fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class BatchShape:
     """Micro-batches in a step."""
     packed: bool = False
     """Whether a row holds several documents that must not attend to each other."""
+    routing_imbalance: float = 1.0
+    """How many times the mean of tokens the busiest expert of a mixture gets."""
 
     @property
     def tokens(self) -> int:
@@ -96,8 +98,8 @@ def evaluation_shape(config: SFTConfig, batch: BatchShape) -> BatchShape | None:
     trained, rows = config.per_device_train_batch_size, config.per_device_eval_batch_size
     packed = batch.packed and config.eval_packing is not False
     if batch.rows == 1 < trained:  # the rows of a batch are one
-        return BatchShape(1, batch.length * rows // trained, packed=packed)
-    return BatchShape(rows, batch.length, packed=packed)
+        return replace(batch, rows=1, length=batch.length * rows // trained, accumulation=1, packed=packed)
+    return replace(batch, rows=rows, accumulation=1, packed=packed)
 
 
 def assumed_length(config: SFTConfig, model: Any) -> tuple[int, str]:

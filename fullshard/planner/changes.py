@@ -330,7 +330,7 @@ def estimate_with_advice(request: PlanRequest) -> Estimate:
 
 def with_advice(estimate: Estimate, request: PlanRequest, estimator: Estimator) -> Estimate:
     """An estimate with the smallest change that would make the run fit, if it does not."""
-    if estimate.verdict.fits is not False:
+    if estimate.verdict.fits is not False or not estimate.verdict.certain:
         return estimate
     search = ChangeSearch(request, estimate, estimator)
     began = time.perf_counter()

@@ -11,7 +11,7 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from fullshard.device.torch_private import (
 )
 from fullshard.models.kernels_on_meta import FLOPS, WORKSPACES
 from fullshard.planner.joint_graph import DividedGraph, JointGraph, Recording, divide, record
-from fullshard.planner.storages import StorageTrace, Usage
+from fullshard.planner.storages import StorageTrace, Usage, Work
 from fullshard.quant import workspace
 from fullshard.spmd.tensor_tree import map_tensors, tensors_in
 
@@ -38,8 +38,7 @@ class Cost(NamedTuple):
 
     peak: int
     kept: int
-    flops: int
-    read_write: int
+    work: Work
 
 
 @dataclass
@@ -63,7 +62,7 @@ def forward_cost(divided: DividedGraph, inputs: Iterable[torch.Tensor], states: 
     saved = {storage_id(t) for t in results[divided.outputs :]}
     released = 0 if storage_id(states) in saved else plan.rounded(states.untyped_storage().nbytes())
     peak, kept = plan.usage({}, set())
-    return Cost(peak, kept - released, plan.flops, plan.read_write)
+    return Cost(peak, kept - released, plan.work)
 
 
 def backward_cost(divided: DividedGraph, inputs: Iterable[torch.Tensor], states: torch.Tensor, rounding: int) -> Cost:
@@ -79,7 +78,7 @@ def backward_cost(divided: DividedGraph, inputs: Iterable[torch.Tensor], states:
         if isinstance(t, torch.Tensor) and storage_id(t) not in outside
     }
     tangents = {storage_id(t) for n, t in placeholders.items() if "tangents" in str(n.target)}
-    return Cost(*plan.usage(existing, tangents), plan.flops, plan.read_write)
+    return Cost(*plan.usage(existing, tangents), plan.work)
 
 
 class _Plan:
@@ -87,7 +86,7 @@ class _Plan:
 
     def __init__(self, graph: fx.Graph, outside: set[int], results: set[int], rounding: int) -> None:
         self.rounding, self.outside, self.results = rounding, outside, results
-        self.flops = self.read_write = 0
+        self.work = Work()
         self.buffers: dict[int, _Buffer] = {}
         self.needed: dict[int, int] = {}
         """The position at which each buffer, or input, is read last."""
@@ -131,15 +130,15 @@ class _Plan:
         implementation = implementation_of(node.target)
         packet = _packet(node)
         if implementation is not None and packet not in FLOPS:
-            usage, flops = _traced(implementation, args, kwargs, self.rounding)
+            usage, work = _traced(implementation, args, kwargs, self.rounding)
             self.inside[position] = usage.peak - usage.kept
-            self.flops += flops
+            self.work += replace(work, read_write=0)
         else:
-            self.flops += FLOPS[packet](*args) if packet in FLOPS else 0
+            self.work.count(packet, args)
             if packet in WORKSPACES:
                 self.inside[position] = self.rounded(WORKSPACES[packet](*args))
         values = _tensors(node, node.args, node.kwargs)
-        self.read_write += sum(t.numel() * t.element_size() for t in values)
+        self.work.read_write += sum(t.numel() * t.element_size() for t in values)
 
     def _settle(self) -> None:
         """Find what is in memory, and until when it is needed."""
@@ -156,7 +155,7 @@ class _Plan:
                     self.needed[one] = max(buffer.allocated_at, self.needed.get(one, -1))
                 if buffer.fused:
                     read = sum(self.buffers[one].size for one in sources[key] if one in self.buffers)
-                    self.read_write += buffer.size + read
+                    self.work.read_write += buffer.size + read
 
     def _is_read(self, key: int) -> bool:
         return key not in self.buffers or self.buffers[key].in_memory
@@ -191,7 +190,7 @@ class _Plan:
         return Usage(peak, now - sum(existing.get(key, 0) for key in to_the_end))
 
 
-def _traced(implementation: Callable[..., Any], args: Any, kwargs: Any, rounding: int) -> tuple[Usage, int]:
+def _traced(implementation: Callable[..., Any], args: Any, kwargs: Any, rounding: int) -> tuple[Usage, Work]:
     """The memory and the operations of one of our own operators."""
     trace = StorageTrace(rounding, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)], WORKSPACES)
     start = trace.mark()
@@ -199,7 +198,7 @@ def _traced(implementation: Callable[..., Any], args: Any, kwargs: Any, rounding
         result = implementation(*args, **kwargs)
         usage = trace.usage(start, trace.mark())
     del result  # only now: results count
-    return usage, trace.flops
+    return usage, trace.work
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
@@ -308,6 +307,8 @@ def _cost(recording: Recording, level: Level, rounding: int) -> LayerCost:
     workspace.release(states.device)
     forward = forward_cost(divided, recording.inputs, states, rounding)
     backward = backward_cost(divided, recording.inputs, states, rounding)
+    both = forward.work.flops + backward.work.flops
+    backward.work.recomputed = both - _Plan(recording.graph, set(), set(), rounding).work.flops
     buffer = workspace.allocated_buffer(states.device)
     return LayerCost(forward, backward, sum(sizes.values()), 0 if buffer is None else _rounded(buffer, rounding))
 

@@ -44,6 +44,11 @@ BATCH_SETTINGS = (
 """Settings that neither the planned model nor its plan depends on."""
 LAYOUTS = {keeping: freeing for freeing, keeping in KEEPING.items()}
 """Strategies that lay parameters out like another one."""
+UNSHARDED: dict[str, Any] = {
+    "sharding_strategy": None, "reshard_after_forward": None, "offload_params": False, "dp_replicate_size": None,
+    "dp_shard_size": None,
+}  # fmt: skip
+"""Sharding settings that neither the model nor its traces depend on, at their defaults."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,9 @@ class Estimate:
         return sum(math.prod(p.shape) for unit in self.plan.units for p in unit.parameters if p.trainable)
 
     def to_json(self) -> dict[str, Any]:
-        """The estimate as plain data; docs/planning.md describes it. Sizes are bytes, times seconds."""
-        memory, plan = self.memory, self.plan
+        """The estimate as plain data; docs/planning.md describes it. Sizes are bytes, times seconds; None where the
+        model's activations cannot be traced."""
+        memory, plan, certain = self.memory, self.plan, self.verdict.certain
         return {
             "format": FORMAT,
             "fullshard": __version__,
@@ -99,7 +105,10 @@ class Estimate:
             "mesh": dict(plan.axes),
             "strategy": plan.strategy,
             "batch": {**asdict(self.batch), "tokens_per_step": self.tokens},
-            "verdict": {**asdict(self.verdict), "sentences": self.verdict.sentences()},
+            "verdict": {
+                **asdict(self.verdict), "needs": self.verdict.needs if certain else None,
+                "sentences": self.verdict.sentences(),
+            },
             "memory": {
                 "peak": memory.peak,
                 "peak_moment": memory.peak_moment,
@@ -108,21 +117,21 @@ class Estimate:
                 "moments": memory.moments,
                 "timeline": [list(entry) for entry in memory.timeline],
                 "host": memory.host,
-            },
+            } if certain else None,
             "units": [_unit(unit) for unit in plan.units],
             "layers": list(self.layers),
             "levels": [level.name.lower() for level in self.levels],
             "traffic": asdict(self.traffic),
-            "flops_per_token": self.flops_per_token,
+            "flops_per_token": self.flops_per_token if certain else None,
             "time": {
                 "parts": self.time.parts,
                 "total": self.time.total,
                 "tokens_per_second": self.time.tokens_per_second,
                 "flops": self.time.flops,
-            },
+            } if certain else None,
             "assumptions": list(self.assumptions),
             "planned_in": self.seconds,
-        }
+        }  # fmt: skip
 
 
 def _unit(unit: UnitPlan) -> dict[str, Any]:
@@ -141,6 +150,8 @@ class Estimator:
 
     def __init__(self) -> None:
         self._models: dict[Any, PlannedModel] = {}
+        self._plans: dict[Any, PlannedModel] = {}
+        """The planned models by the ranks and layouts that they were planned for."""
         self._traces: dict[Any, StepTrace] = {}
         self.seconds: dict[str, float] = {}
         """How long each part took."""
@@ -168,6 +179,7 @@ class Estimator:
             lengths, note = list(request.lengths), f"rows have up to {max(request.lengths):,} tokens"
         note += f": {request.data}" if request.data else ""
         batch = largest_shape(config, planned.model, lengths)
+        batch = dataclasses.replace(batch, routing_imbalance=request.routing_imbalance)
         return self.of_model(config, planned, request.machine, batch, str(request.model), (*request.notes, note))
 
     def of_model(
@@ -176,20 +188,15 @@ class Estimator:
     ) -> Estimate:  # fmt: skip
         """What a run with this model needs and costs; `batch` is its largest. `own_optimizer` is whether the optimizer
         is the one that the settings name, and `usable` what a run that begins may allocate."""
-        lines, certain, evaluation = [*assumed, *planned.notes], True, None
+        lines, untraced, evaluation = [*assumed, *planned.notes, *routing(planned, batch)], "", None
         with self.clock("trace"):
             try:
                 needed = needed_levels(config, planned.engine)
                 traces = {level: self._trace(config, planned, batch, level) for level in needed}
-                plain = traces, batch
-                if Level.KEEP_ALL not in traces:
-                    plain = self._plain_step(config, planned, batch)
                 if (shape := evaluation_shape(config, batch)) is not None:
                     evaluation = self._trace(config, planned, shape, None)
             except CapacityError as error:
-                lines.append(str(error))
-                traces, certain = untraced(planned), False
-                plain = traces, batch
+                traces, untraced = without_activations(planned), str(error)
             planned = without_idle_layers(planned, traces)
         with self.clock("memory"):
             options = memory_options(
@@ -198,7 +205,7 @@ class Estimator:
             if not own_optimizer:
                 options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, name=None))
                 lines.append("the optimizer is the script's: its state is not counted")
-            choice = planned_choice(config, planned, traces, options) if certain else None
+            choice = planned_choice(config, planned, traces, options) if not untraced else None
             levels = planned_levels(config, planned, choice)
             memory = estimate_memory(planned.plan, planned.traced(traces), levels, options, evaluation)
         with self.clock("traffic and time"):
@@ -208,28 +215,33 @@ class Estimator:
             )  # fmt: skip
             step = step_options(config, planned, options)
             steps = estimate_time(planned.plan, machine, planned.traced(traces), levels, batch, step)
-            flops = flops_per_token(planned.traced(plain[0]), plain[1])
+            flops = flops_per_token(planned.traced(traces), batch)
         return Estimate(
             name, machine, config.changed(), planned.plan, planned.parameters, batch, planned.layers, tuple(levels),
-            memory, traffic, steps, flops, judge(memory, machine, certain), (*lines, *steps.assumptions),
+            memory, traffic, steps, flops, judge(memory, machine, untraced), (*lines, *steps.assumptions),
             dict(self.seconds), choice,
         )  # fmt: skip
 
     def _planned(self, request: PlanRequest) -> PlannedModel:
-        """The planned model; strategies that lay parameters out alike, with and without offload, share one."""
+        """The planned model. Ranks and strategies share the model; strategies that lay parameters out alike, with and
+        without offload, the plan too."""
         config, engine, machine = request.config, request.engine, request.machine
         wanted: dict[str, Any] = {"sharding_strategy": engine.strategy, "reshard_after_forward": None}
         wanted["offload_params"] = engine.offload_params
         alike = {**wanted, "sharding_strategy": LAYOUTS.get(engine.strategy, engine.strategy), "offload_params": False}
-        built = dataclasses.replace(engine, **alike)
+        layout = dataclasses.replace(engine, **alike)
         some_exclude_it = config.adapter_kind not in (None, "lora")
         recomputes = some_exclude_it and bool(config.gradient_checkpointing)
-        key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
-        if key not in self._models:
-            self._models[key] = planned_model(
-                config, built, request.model, machine.num_processes, machine.nodes, device=machine.kind, started=True
-            )
-        planned = self._models[key]
+        model = (_fixed(config), recomputes, str(dataclasses.replace(engine, **UNSHARDED)), machine.kind)
+        ranks = machine.num_processes, machine.nodes
+        key = (model, str(layout), *ranks)
+        if key not in self._plans:
+            known = self._models.get(model)
+            self._plans[key] = known.on_ranks(layout, *ranks) if known is not None else planned_model(
+                config, layout, request.model, *ranks, device=machine.kind, started=True
+            )  # fmt: skip
+            self._models.setdefault(model, self._plans[key])
+        planned = self._plans[key]
         plan = dataclasses.replace(planned.plan, strategy=engine.strategy)
         if engine.offload_params:
             plan = plan.offloaded()
@@ -240,24 +252,12 @@ class Estimator:
         difference to it."""
         if level is Level.OFFLOAD:
             return self._trace(config, planned, batch, Level.RECOMPUTE).with_inputs_on_host()
-        whole: dict[str, Any] = {
-            "sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
-            "dp_replicate_size": None, "dp_shard_size": None,
-        }  # fmt: skip
-        model = (_fixed(config), str(dataclasses.replace(planned.engine, **whole)), planned.device)
-        key = (model, batch.rows, batch.length, batch.packed, level)
+        model = (_fixed(config), str(dataclasses.replace(planned.engine, **UNSHARDED)), planned.device)
+        key = (model, dataclasses.replace(batch, accumulation=1), level)
         if key not in self._traces:
             traced = trace_evaluation(planned, batch) if level is None else trace_step(planned, batch, level)
             self._traces[key] = traced
         return self._traces[key]
-
-    def _plain_step(
-        self, config: SFTConfig, planned: PlannedModel, batch: BatchShape
-    ) -> tuple[dict[Level, StepTrace], BatchShape]:
-        """One row without recomputation and compilation, which counts operations: each row has as many."""
-        plain = dataclasses.replace(planned, engine=dataclasses.replace(planned.engine, backend="no"))
-        row = dataclasses.replace(batch, rows=1)
-        return {Level.KEEP_ALL: self._trace(config, plain, row, Level.KEEP_ALL)}, row
 
 
 def _fixed(config: SFTConfig) -> tuple[tuple[str, str], ...]:
@@ -290,6 +290,18 @@ def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOption
     )  # fmt: skip
 
 
+def routing(planned: PlannedModel, batch: BatchShape) -> Iterator[str]:
+    """What is assumed about the tokens of experts, if there are any."""
+    counts = {m.num_experts for m in planned.model.modules() if isinstance(getattr(m, "num_experts", None), int)}
+    if not counts:
+        return
+    if batch.routing_imbalance == 1:
+        yield f"routing is balanced: each of {max(counts)} experts gets as many tokens (routing_imbalance 1)"
+    else:
+        imbalance = f"{batch.routing_imbalance:g} times the mean of tokens (routing_imbalance)"
+        yield f"routing is uneven: the busiest of {max(counts)} experts gets {imbalance}"
+
+
 def without_idle_layers(planned: PlannedModel, traces: Mapping[Level, StepTrace]) -> PlannedModel:
     """The planned model without the layers that its forward pass does not call, such as those for images."""
     called = {segment.unit for trace in traces.values() for segment in trace.segments}
@@ -298,7 +310,7 @@ def without_idle_layers(planned: PlannedModel, traces: Mapping[Level, StepTrace]
     return dataclasses.replace(planned, layers=layers, kinds=kinds)
 
 
-def untraced(planned: PlannedModel) -> dict[Level, StepTrace]:
+def without_activations(planned: PlannedModel) -> dict[Level, StepTrace]:
     """A step without activations, for models that cannot be traced."""
     kinds = dict.fromkeys(planned.kinds.values())
     segments = [Segment(kind, moment, 0, 0, 0, 0, 0) for moment in ("forward", "backward") for kind in kinds]

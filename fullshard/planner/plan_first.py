@@ -133,7 +133,7 @@ def plan_step(run: RunToPlan, say: Say) -> Estimate | None:
             say(f"plan: activations cannot be planned ({type(error).__name__}: {first_line(error)}).")
             return
         check_estimate(estimate, run)
-        say(describe_peak(estimate))
+        say(describe_peak(estimate) if estimate.verdict.certain else f"plan: {' '.join(estimate.verdict.sentences())}")
         whole = run.own_optimizer and run.own_loss
         estimates.append(estimate if whole else dataclasses.replace(estimate, choice=None))
 

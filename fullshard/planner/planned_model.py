@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class PlannedModel:
 
     model: Any
     """The condensed model on the meta device, with its adapter and loss head, before sharding."""
+    whole: Condensed
+    """What is left out of it."""
     head: Any
     """The `ChunkedLossHead` that computes the loss."""
     packed: Any
@@ -85,6 +87,13 @@ class PlannedModel:
     """The device that the run would use, which need not exist here."""
     notes: tuple[str, ...]
     """What the plan takes for granted."""
+
+    def on_ranks(self, engine: EngineSettings, processes: int, nodes: int) -> PlannedModel:
+        """The same model with the plan for other ranks or sharding settings."""
+        mesh = absent_mesh(engine, processes, nodes)
+        plan = plan_sharding(self.model, engine, mesh, self.device, mixed_precision=self.precision)
+        engine = replace(engine, backend=self.engine.backend)
+        return replace(self, engine=engine, plan=self.whole.expand_plan(plan))
 
     def traced(self, traces: Mapping[Level, StepTrace]) -> TracedModel:
         """The whole model with traces of its condensed one."""
@@ -163,6 +172,7 @@ def _planned(
     layers = list(whole.expand(_layer_names(model, ready.engine), str))
     return PlannedModel(
         model=model.train(),
+        whole=whole,
         head=ready.head,
         packed=ready.packed,
         plan=whole.expand_plan(plan),

@@ -27,5 +27,7 @@ class PlanRequest:
     """The lengths of the rows of the data; None assumes full rows."""
     data: str = ""
     """Where these lengths come from, or why they are not known."""
+    routing_imbalance: float = 1.0
+    """How many times the mean of tokens the busiest expert of a mixture gets."""
     notes: tuple[str, ...] = ()
     """What was interpreted, for the user to read."""

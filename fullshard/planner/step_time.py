@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.activations.levels import Level
 from fullshard.fsdp.plan import ShardingPlan, UnitPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
-from fullshard.models.kernels_on_meta import BACKWARD_PRODUCTS
+from fullshard.models.kernels_on_meta import ATTENTION, ATTENTION_BACKWARD, GROUPED, PLAIN
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.machines import Machine
 from fullshard.planner.step_trace import Segment, TracedModel
@@ -93,8 +93,8 @@ class _Timeline:
 PRODUCTS, FP8_PRODUCTS = 0.694, 0.617
 """The shares of the dense rates that matrix products reach; in fp8 with the conversion of their operands: alone, such a
 product reaches 0.66."""
-ATTENTION, ATTENTION_BACKWARD = 0.485, 0.38
-"""The shares of the dense rates that attention and its backward reach."""
+SHARES = {PLAIN: PRODUCTS, ATTENTION: 0.485, ATTENTION_BACKWARD: 0.38, GROUPED: 0.63}
+"""The shares of the dense rates that plain products, attention, its backward, and grouped products reach."""
 MEMORY = 0.708
 """The share of the memory bandwidth that a copy reaches."""
 LINK, HOST_LINK = 0.80, 0.875
@@ -168,10 +168,18 @@ class TracedStep(TracedModel):
 
     def flops(self) -> int:
         """Floating-point operations of one micro-batch."""
-        own = sum(s.flops for moment in ("forward", "loss", "backward") for s in self.around(moment))
+        return self._sum(lambda segment: segment.flops)
+
+    def recomputed(self) -> int:
+        """Those of them that repeat what forward has computed."""
+        return self._sum(lambda segment: segment.recomputed)
+
+    def _sum(self, value: Callable[[Segment], int]) -> int:
+        """A sum over the segments of all layers and of the model around them."""
+        own = sum(value(s) for moment in ("forward", "loss", "backward") for s in self.around(moment))
         alike = Counter((self.kinds[layer], level) for layer, level in zip(self.layers, self.levels, strict=True))
         return own + sum(
-            count * sum(s.flops for s in self.traces[level].segments if s.unit == kind)
+            count * sum(value(s) for s in self.traces[level].segments if s.unit == kind)
             for (kind, level), count in alike.items()
         )
 
@@ -188,8 +196,9 @@ class TracedStep(TracedModel):
 
 
 def flops_per_token(model: TracedModel, batch: BatchShape) -> float:
-    """Floating-point operations per token of forward and backward, without recomputation if there is such a trace."""
-    return TracedStep.of(model, [min(model.traces)] * len(model.layers), batch).flops() / batch.tokens
+    """Floating-point operations per token of forward and backward, without recomputation."""
+    step = TracedStep.of(model, [min(model.traces)] * len(model.layers), batch)
+    return (step.flops() - step.recomputed()) / batch.tokens
 
 
 def estimate_time(
@@ -268,17 +277,11 @@ class _Clock:
             return self._stages[key]
         recomputed = moment == "backward" and level >= Level.RECOMPUTE
         stage = self._stages[key] = self._stage(step.of_layer(index, moment))
-        forward = sum(s.flops for s in step.of_layer(index, "forward"))
-        weights = _sum_weights(map(matrix_weights, units))
+        weights = packed_weights(units)
         tokens, passes = step.batch.tokens, 1 + recomputed
         if weights.fp8 and "float8" in self.machine.flops:  # at a rate of their own
             fp8 = 2 * tokens * weights.fp8 * passes
             stage.products += fp8 / (self.machine.flops["float8"] * FP8_PRODUCTS) - fp8 / (self.rate * PRODUCTS)
-        if not weights.experts:  # what is left of the operations is attention
-            attention = max(0.0, forward - 2 * tokens * weights.all)
-            forwards, backwards = (recomputed, BACKWARD_PRODUCTS) if moment == "backward" else (1, 0)
-            slower = forwards * (1 / ATTENTION - 1 / PRODUCTS) + backwards * (1 / ATTENTION_BACKWARD - 1 / PRODUCTS)
-            stage.products += attention * slower / self.rate
         # 4-bit weights are written out in 16 bits for a product.
         stage.memory += passes * 2.5 * weights.four_bit / self.bandwidth
         stage.bus = self._bus(step.moved_input(index))
@@ -288,8 +291,11 @@ class _Clock:
         return stage
 
     def _stage(self, segments: Sequence[Segment]) -> Stage:
-        flops, moved = sum(s.flops for s in segments), sum(s.read_write for s in segments)
-        return Stage(products=flops / (self.rate * PRODUCTS), memory=moved / self.bandwidth)
+        moved = sum(s.read_write for s in segments)
+        at_full_rate = sum(
+            count / SHARES[kind] for s in segments for kind, count in (s.kinds or {PLAIN: s.flops}).items()
+        )
+        return Stage(products=at_full_rate / self.rate, memory=moved / self.bandwidth)
 
     def _gather(self, stage: Stage, units: Sequence[UnitPlan]) -> None:
         """Add what gathering units costs."""
@@ -348,8 +354,8 @@ class _Clock:
         machine, dtype = self.machine, self.options.dtype
         yield (
             f"matrix products reach {PRODUCTS:.0%} of {self.rate / 1e12:,.4g} TFLOP/s ({dtype}), attention "
-            f"{ATTENTION:.0%}, other operations {MEMORY:.0%} of {machine.memory_bandwidth / 1e9:,.4g} GB/s: the shares "
-            f"measured on one H200"
+            f"{SHARES[ATTENTION]:.0%}, other operations {MEMORY:.0%} of {machine.memory_bandwidth / 1e9:,.4g} GB/s: "
+            f"the shares measured on one H200"
         )
         if dtype not in machine.flops:
             yield f"{machine.name} has no {dtype} in hardware; its float32 rate is used"
@@ -369,40 +375,25 @@ def rate_of(machine: Machine, dtype: str) -> float:
     return machine.flops.get(dtype, machine.flops["float32"])
 
 
-class Weights(NamedTuple):
-    """The number of weights that a unit multiplies by, by how they are stored."""
+class PackedWeights(NamedTuple):
+    """The number of weights that a unit multiplies by and that are stored in few bits, by format."""
 
-    plain: int = 0
-    four_bit: int = 0
-    fp8: int = 0
-    experts: int = 0
-    """Weights of several experts, of which a token uses some."""
-
-    @property
-    def all(self) -> int:
-        """All of them."""
-        return sum(self)
+    four_bit: int
+    fp8: int
 
 
-def matrix_weights(unit: UnitPlan) -> Weights:
-    """The weights of a unit's matrices."""
-    names = {name for p in unit.parameters for name in p.names}
-    counts = Counter[str]()
-    for p in unit.parameters:
-        owner, _, part = p.name.rpartition(".")
-        count = math.prod(p.shape)
-        if len(p.shape) > 2 or "expert" in owner:
-            counts["experts"] += count
-        elif part == "packed":
-            eight = f"{owner}.scales" in names
-            counts["fp8" if eight else "four_bit"] += count if eight else 2 * count
-        elif len(p.shape) == 2 and p.dtype != "uint8":
-            counts["plain"] += count
-    return Weights(**counts)
-
-
-def _sum_weights(units: Iterable[Weights]) -> Weights:
-    return Weights(*(sum(kind) for kind in zip(*units, strict=True)))
+def packed_weights(units: Iterable[UnitPlan]) -> PackedWeights:
+    """The packed weights of units."""
+    four_bit = fp8 = 0
+    for unit in units:
+        names = {name for p in unit.parameters for name in p.names}
+        for p in unit.parameters:
+            owner, _, part = p.name.rpartition(".")
+            if f"{owner}.scales" in names:
+                fp8 += math.prod(p.shape) * (part == "packed")
+            elif part == "packed" or f"{p.name}_absmax" in names:  # of a layer, of fused experts
+                four_bit += 2 * math.prod(p.shape)
+    return PackedWeights(four_bit, fp8)
 
 
 def _units_by_layer(plan: ShardingPlan, layers: Sequence[str]) -> dict[str, list[UnitPlan]]:

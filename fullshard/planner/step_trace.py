@@ -32,6 +32,11 @@ class Segment:
     """Floating-point operations of matrix products and attention."""
     read_write: int
     """Bytes that its operators read and write."""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """The operations by kind (`kernels_on_meta.KINDS`), with those of tiles that are not full; plain products where
+    nothing is said."""
+    recomputed: int = 0
+    """Of `flops`: those that repeat what forward has computed."""
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,55 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fullshard.device.torch_private import DispatchMode, operator_packet, schema_of, storage_id
-from fullshard.models.kernels_on_meta import FLOPS
+from fullshard.device.torch_private import (
+    DispatchMode,
+    operator_packet,
+    saved_tensors_are_packed,
+    schema_of,
+    storage_id,
+)
+from fullshard.models.kernels_on_meta import FLOPS, KINDS, PLAIN, padded_operations
 
 Workspaces = Mapping[Any, Callable[..., int]]
 """By operator, the bytes that it allocates while it runs besides its outputs, from its arguments."""
-PLAIN = (torch.Tensor, nn.Parameter)
+TENSORS = (torch.Tensor, nn.Parameter)
 aten = torch.ops.aten
 VIEWS = (aten._unsafe_view, aten.lift_fresh)
 """Operators whose result is a view, though they do not say so."""
+
+
+@dataclass
+class Work:
+    """What operators compute and move."""
+
+    flops: int = 0
+    """Floating-point operations of products and attention."""
+    read_write: int = 0
+    """Bytes read and written."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """The operations by kind, with those of tiles that are not full."""
+    recomputed: int = 0
+    """Of the operations: those that repeat what forward has computed."""
+
+    def count(self, operator: Any, args: Any) -> None:
+        """Add the operations of an operator for these arguments."""
+        if operator in FLOPS:
+            self.flops += FLOPS[operator](*args)
+            self.kinds[KINDS.get(operator, PLAIN)] += padded_operations(operator, args)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -33,8 +66,7 @@ class Mark:
 
     events: int
     """Allocations and releases so far."""
-    flops: int
-    read_write: int
+    work: Work
 
 
 class Change(NamedTuple):
@@ -55,7 +87,7 @@ class _Operator(NamedTuple):
     """What is known of an operator."""
 
     is_view: bool
-    flops: Callable[..., int] | None
+    packet: Any
     workspace: Callable[..., int] | None
 
 
@@ -70,8 +102,9 @@ class StorageTrace(DispatchMode):
         super().__init__()
         self.rounding = rounding
         self.changes: list[Change] = []
-        self.flops = self.read_write = 0
+        self.work = Work()
         self._workspaces = workspaces or {}
+        self.in_backward = False
         self._paused = False
         self._operators: dict[Any, _Operator] = {}
         self._numbers = itertools.count(1)
@@ -82,7 +115,7 @@ class StorageTrace(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._paused:
             return func(*args, **(kwargs or {}))
-        if any(kind not in PLAIN for kind in types):
+        if any(kind not in TENSORS for kind in types):
             return NotImplemented  # its own operators come here afterwards
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -95,10 +128,12 @@ class StorageTrace(DispatchMode):
             self.changes += [Change(0, size), Change(0, -size)]
         for t in outputs:
             self.add(t)
-        if operator.flops is not None:
-            self.flops += operator.flops(*args)
+        before = self.work.flops
+        self.work.count(operator.packet, args)
+        if self.in_backward and saved_tensors_are_packed():
+            self.work.recomputed += self.work.flops - before
         read = sum(t.numel() * t.element_size() for t in _tensors((args, kwargs)))
-        self.read_write += read + sum(t.numel() * t.element_size() for t in outputs)
+        self.work.read_write += read + sum(t.numel() * t.element_size() for t in outputs)
         return out
 
     @contextlib.contextmanager
@@ -115,7 +150,7 @@ class StorageTrace(DispatchMode):
         aliases = [a.alias_info for a in schema.returns if a.alias_info is not None]
         operator = self._operators[func] = _Operator(
             packet in VIEWS or any(not alias.is_write for alias in aliases),
-            FLOPS.get(packet),
+            packet,
             self._workspaces.get(packet),
         )
         return operator
@@ -142,7 +177,7 @@ class StorageTrace(DispatchMode):
 
     def mark(self) -> Mark:
         """This point in the trace."""
-        return Mark(len(self.changes), self.flops, self.read_write)
+        return Mark(len(self.changes), self.work + Work())
 
     def size_of(self, t: torch.Tensor) -> int:
         """The counted size of a tensor's memory."""

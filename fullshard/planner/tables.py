@@ -97,6 +97,18 @@ def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
         console.print(Text(sentence))
     console.print()
     console.print(_facts(summary(estimate)))
+    if estimate.verdict.certain:
+        _print_numbers(estimate, console)
+    console.print()
+    console.print(Text("Assumed", "bold"))
+    for line in estimate.assumptions:
+        console.print(_item(line))
+    console.print()
+    console.print(Text(spent(estimate), "dim"))
+
+
+def _print_numbers(estimate: Estimate, console: Console) -> None:
+    """Memory, traffic and time."""
     console.print()
     for table in memory_tables(estimate.memory, console.width):
         console.print(table)
@@ -106,12 +118,6 @@ def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
         console.print()
         console.print(Text(title, "bold"))
         console.print(_facts(rows))
-    console.print()
-    console.print(Text("Assumed", "bold"))
-    for line in estimate.assumptions:
-        console.print(_item(line))
-    console.print()
-    console.print(Text(spent(estimate), "dim"))
 
 
 def summary(estimate: Estimate) -> dict[str, str]:

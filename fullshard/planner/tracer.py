@@ -28,7 +28,7 @@ from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.compiled_layers import CompiledCall, LayerCost, compiled_norms
 from fullshard.planner.step_trace import Segment, StepTrace
-from fullshard.planner.storages import Mark, StorageTrace
+from fullshard.planner.storages import Mark, StorageTrace, Work
 from fullshard.quant import workspace
 from fullshard.spmd.tensor_tree import map_tensors, tensors_in
 
@@ -82,7 +82,7 @@ def _layers_of(planned: Traceable) -> dict[str, nn.Module]:
 def _traced(step: _Step, batch: BatchShape, capability: tuple[int, int]) -> StepTrace:
     planned = step.planned
     with contextlib.ExitStack() as stack:
-        stack.enter_context(accelerator.meta_stands_for(planned.device, capability >= (8, 9)))
+        stack.enter_context(accelerator.meta_stands_for(planned.device, capability >= (8, 9), batch.routing_imbalance))
         stack.enter_context(device_kernels())
         stack.enter_context(_gathered_dtypes(planned.model, planned.precision))
         stack.enter_context(_unread_tokens(planned.model))
@@ -234,6 +234,7 @@ class _Step:
 
     def backward(self, loss: torch.Tensor) -> None:
         self.moment = "backward"
+        self.trace.in_backward = True
         self.begin("")
         loss.backward()
 
@@ -324,8 +325,7 @@ class _Step:
         segments = []
         for (unit, moment, start, before), (_, _, stop, after) in zip(self.marks, following, strict=True):
             peak, kept = self.trace.usage(start, stop, lasting)
-            flops, read_write = stop.flops - start.flops, stop.read_write - start.read_write
-            segment = Segment(unit, moment, peak, kept, after - before, flops, read_write)
+            segment = _segment(unit, moment, peak, kept, after - before, stop.work - start.work)
             if unit in self.calls:
                 segment = self._of_graph(unit, moment)
             if unit or any((segment.peak, segment.kept, segment.flops, segment.read_write)):
@@ -340,10 +340,13 @@ class _Step:
     def _of_graph(self, unit: str, moment: str) -> Segment:
         cost = self._cost(unit)
         if moment == "backward":
-            peak, kept, flops, read_write = cost.backward
-            return Segment(unit, moment, peak, kept, cost.gradients, flops, read_write)
-        peak, kept, flops, read_write = cost.forward
-        return Segment(unit, moment, peak, kept, 0, flops, read_write)
+            peak, kept, work = cost.backward
+            return _segment(unit, moment, peak, kept, cost.gradients, work)
+        return _segment(unit, moment, cost.forward.peak, cost.forward.kept, 0, cost.forward.work)
+
+
+def _segment(unit: str, moment: str, peak: int, kept: int, gradients: int, work: Work) -> Segment:
+    return Segment(unit, moment, peak, kept, gradients, work.flops, work.read_write, dict(+work.kinds), work.recomputed)
 
 
 class _Evaluation(_Step):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fullshard.config.byte_size import memory_size
@@ -37,7 +37,7 @@ class Verdict:
     """Whether a run fits, and why. All sizes are bytes."""
 
     fits: bool | None
-    """None where it cannot be told: the model's activations could not be traced, and the rest fits."""
+    """None where it is unknown: the model's activations cannot be traced, and the rest fits."""
     needs: int
     """Device memory that the run needs: the peak of torch's allocations, and what is reserved beside it."""
     has: int
@@ -49,13 +49,18 @@ class Verdict:
     """The moment of the peak."""
     parts: dict[str, int] = field(default_factory=dict)
     """Memory at that moment by part, the largest first."""
-    certain: bool = True
-    """False where the model's activations could not be traced and are left out."""
+    untraced: str = ""
+    """Why the model's activations cannot be traced; then sizes and parts leave them out."""
     changes: tuple[Change, ...] = ()
     """The smallest changes that would make it fit: one that costs time alone; or the fewest more devices, what is much
     slower, and what trains something else, as far as there are any."""
     tried: int = 0
     """How many changes were tried."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether everything that a step needs is counted."""
+        return not self.untraced
 
     @property
     def device_fits(self) -> bool:
@@ -69,7 +74,17 @@ class Verdict:
 
     def sentences(self) -> list[str]:
         """The verdict in plain words: fits or not and by how much, because of what, and what would help."""
+        if self.fits is None:
+            unknown = "Unknown: the activations of this model cannot be traced, so what a step needs is not known."
+            return [unknown, self.untraced, *self._known_parts()]
+        if self.untraced:
+            least = self._outcome().replace(" needs ", " needs, activations aside, ")
+            return [least, self.untraced, *self._known_parts()]
         return [self._outcome(), *self._reason(), *self._advice()]
+
+    def _known_parts(self) -> list[str]:
+        known = ", ".join(f"{part} {memory_size(size)}" for part, size in self.parts.items() if size)
+        return [f"Known for each device: {known}."] if known else []
 
     def _outcome(self) -> str:
         needs, has, apart = (memory_size(n) for n in (self.needs, self.has, abs(self.has - self.needs)))
@@ -81,10 +96,6 @@ class Verdict:
                 f"Does not fit: each node needs {memory_size(self.needs_host)} of host memory and has "
                 f"{memory_size(self.has_host)}, {lacks} too little. Device memory fits: {needs} of {has}."
             )
-        if self.fits is None:
-            return (
-                f"Cannot be told: without activations, which could not be traced, each device needs {needs} of {has}."
-            )
         return f"Fits: each device needs {needs} of {has}, {apart} to spare ({1 - self.needs / self.has:.0%})."
 
     def _reason(self) -> list[str]:
@@ -94,7 +105,7 @@ class Verdict:
         return [f"The peak is {MOMENTS.get(self.moment, self.moment)}: {', '.join(largest)}."]
 
     def _advice(self) -> list[str]:
-        if self.fits or self.fits is None:
+        if self.fits:
             return []
         if not self.changes:
             return [f"None of {self.tried} changes that were tried is enough."] if self.tried else []
@@ -112,14 +123,16 @@ def _sentence(start: str, changes: Sequence[Change]) -> list[str]:
     return [f"{start}: {', or '.join(words)}."] if words else []
 
 
-def judge(memory: MemoryEstimate, machine: Machine, certain: bool = True) -> Verdict:
-    """Whether memory that a run needs is there. `certain` is False where activations are not counted."""
+def judge(memory: MemoryEstimate, machine: Machine, untraced: str = "") -> Verdict:
+    """Whether memory that a run needs is there. `untraced` says why activations are not counted, where they are not."""
     moment = memory.peak_moment
     parts: Sequence[tuple[str, int]] = sorted(memory.moments.get(moment, {}).items(), key=lambda item: -item[1])
+    if untraced:
+        parts = list(asdict(memory.state).items())
     needs, host = memory.device, memory.host_total
     enough = needs <= machine.device_memory and host <= machine.host_memory
-    fits = False if not enough else True if certain else None
-    return Verdict(fits, needs, machine.device_memory, host, machine.host_memory, moment, dict(parts), certain)
+    fits = False if not enough else None if untraced else True
+    return Verdict(fits, needs, machine.device_memory, host, machine.host_memory, moment, dict(parts), untraced)
 
 
 def cannot_fit(memory: MemoryEstimate, machine: Machine) -> bool:

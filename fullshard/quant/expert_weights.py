@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fullshard.device import accelerator
 from fullshard.device.torch_private import (
     NoTorchFunction,
     make_wrapper_subclass,
@@ -187,10 +188,9 @@ def _last_two(dims: Sequence[int], ndim: int) -> bool:
 
 
 def _ends(offsets: torch.Tensor, rows: int) -> list[int]:
-    """Where each expert's tokens end. Cached on the offsets, so the host waits for the device once per layer. On the
-    meta device, where nobody knows, experts get equal parts of the rows."""
+    """Where each expert's tokens end. Cached on the offsets, so the host waits for the device once per layer."""
     if offsets.is_meta:
-        return [rows * (i + 1) // len(offsets) for i in range(len(offsets))]
+        return list(itertools.accumulate(accelerator.rows_of_groups(rows, len(offsets))))
     known = getattr(offsets, "_fullshard_ends", None)
     if known is None:
         known = offsets._fullshard_ends = offsets.tolist()

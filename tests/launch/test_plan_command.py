@@ -93,7 +93,7 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would_help(
     assert capsys.readouterr().out.startswith("Does not fit: each device needs")
 
 
-def test_what_cannot_be_told_has_an_exit_code_of_its_own(
+def test_what_is_unknown_has_an_exit_code_of_its_own(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def untraceable(*_: Any) -> None:
@@ -103,7 +103,11 @@ def test_what_cannot_be_told_has_an_exit_code_of_its_own(
     auto = ("--gradient_checkpointing", "auto")
     assert command(monkeypatch, "plan", "model", "--machine", "h200", *auto) == 3
     out = capsys.readouterr().out
-    assert out.startswith("Cannot be told: without activations") and "keep all" not in out
+    assert out.startswith("Unknown: the activations of this model cannot be traced") and "keep all" not in out
+    assert "Memory of one device" not in out and "Time of a step" not in out
+    assert command(monkeypatch, "plan", "model", "--machine", "h200", "--json") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"] is found["time"] is found["flops_per_token"] is found["verdict"]["needs"] is None
     assert command(monkeypatch, "plan", "model", "--machine", "h200", "--search") == 3
     assert "cannot be planned" in capsys.readouterr().out
     assert command(monkeypatch, "plan", "model", "--machine", "h200", "--device_memory", "1MiB") == 1

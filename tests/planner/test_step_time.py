@@ -18,12 +18,13 @@ from fullshard.planner.step_time import (
     StepTime,
     estimate_time,
     flops_per_token,
-    matrix_weights,
     overlapped,
+    packed_weights,
 )
 from fullshard.planner.step_trace import Segment, StepTrace, TracedModel
 from tests.planner.test_traffic import plan_of
 
+PRODUCTS = "matrix products and attention"
 LAYERS = tuple(f"blocks.{index}" for index in range(3))
 KINDS = dict.fromkeys(LAYERS, "blocks.0")
 
@@ -56,6 +57,22 @@ def step(
     plan = plan.offloaded() if offload else plan
     there = find_machine(MachineOptions(machine, devices, gpus_per_node))
     return estimate_time(plan, there, TracedModel(traces, LAYERS, KINDS), [level] * 3, batch, StepOptions(**options))  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("kind", "longer"), [("attention", 1.43), ("attention backward", 1.83), ("grouped products", 1.1)]
+)
+def test_attention_and_grouped_products_are_slower_than_plain_ones(kind: str, longer: float) -> None:
+    """The shares that were measured on one H200, of which plain products reach 0.694."""
+    batch = BatchShape(8, 1024)
+
+    def products(**kinds: int) -> float:
+        layer = Segment("blocks.0", "forward", 0, 0, 0, 10**15, 0, kinds)
+        model = TracedModel({Level.KEEP_ALL: StepTrace((layer,))}, LAYERS, KINDS)
+        there, levels = find_machine(MachineOptions("h200", 1)), [Level.KEEP_ALL] * 3
+        return estimate_time(plan_of("FULL_SHARD", 1), there, model, levels, batch, StepOptions()).parts[PRODUCTS]
+
+    assert products(**{kind: 10**15}) / products() == pytest.approx(longer, abs=0.01)
 
 
 def test_operations_follow_from_the_segments():
@@ -120,7 +137,7 @@ def test_parts_add_up_to_the_step():
     assert all(seconds > 0 for seconds in found.parts.values())
 
 
-def test_weights_are_counted_by_how_they_are_stored():
+def test_weights_in_few_bits_are_counted_by_format():
     def parameter(name: str, *shape: int, dtype: str = "bfloat16") -> ParameterPlan:
         return ParameterPlan((name,), shape, dtype, dtype, dtype, False, (None,) * len(shape), None, 1, shape, True)
 
@@ -128,8 +145,9 @@ def test_weights_are_counted_by_how_they_are_stored():
         parameter("q.packed", 2, 8192, dtype="uint8"), parameter("q.absmax", 2, 256, dtype="uint8"),
         parameter("k.packed", 64, 32, dtype="uint8"), parameter("k.scales", 64, 4, dtype="uint8"),
         parameter("q.lora_A.default.weight", 8, 64), parameter("norm.weight", 64), parameter("moe.gate_up", 4, 8, 16),
+        parameter("experts.down", 4, 8192, dtype="uint8"), parameter("experts.down_absmax", 4, 256, dtype="uint8"),
     ]  # fmt: skip
-    assert matrix_weights(plan_unit("layer", "Layer", parameters)) == (8 * 64, 2 * 2 * 8192, 64 * 32, 4 * 8 * 16)
+    assert packed_weights([plan_unit("layer", "Layer", parameters)]) == (2 * 2 * 8192 + 2 * 4 * 8192, 64 * 32)
 
 
 @pytest.mark.parametrize("name", MACHINES)

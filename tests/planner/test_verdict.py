@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fullshard.planner.machines import MACHINES
-from fullshard.planner.memory import MemoryEstimate
+from fullshard.planner.memory import MemoryEstimate, StateMemory
 from fullshard.planner.verdict import ERROR_BOUND, Change, cannot_fit, judge
 
 GIB = 2**30
@@ -48,8 +48,17 @@ def test_host_memory_counts_too() -> None:
 
 
 def test_what_was_not_traced_is_not_promised_to_fit() -> None:
-    assert judge(memory(20), MACHINE, certain=False).fits is None
-    assert judge(memory(70), MACHINE, certain=False).fits is False, "what is known is too much already"
+    known = replace(memory(0), state=StateMemory(16 * GIB, GIB, 2 * GIB))
+    unknown = judge(known, MACHINE, untraced="It branches on values.")
+    assert unknown.fits is None
+    assert unknown.sentences() == [
+        "Unknown: the activations of this model cannot be traced, so what a step needs is not known.",
+        "It branches on values.",
+        "Known for each device: shards 16.00 GiB, gradients 1.00 GiB, optimizer 2.00 GiB.",
+    ]
+    too_much = judge(memory(70), MACHINE, untraced="It branches on values.")
+    assert too_much.fits is False, "what is known is too much already"
+    assert too_much.sentences()[0].startswith("Does not fit: each device needs, activations aside, 91.00 GiB")
 
 
 @pytest.mark.parametrize(("peak", "stops"), [(80, False), (80 / (1 - ERROR_BOUND) - 0.1, False), (84.3, True)])

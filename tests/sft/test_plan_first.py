@@ -140,7 +140,7 @@ def test_what_cannot_be_traced_is_only_noted(tmp_path: Path, error: Exception) -
         trainer.train()
     if isinstance(error, CapacityError):
         assert trainer.estimate is not None and trainer.estimate.verdict.fits is None
-        assert "it branches on values" in trainer.estimate.assumptions
+        assert trainer.estimate.verdict.untraced == "it branches on values"
     else:
         assert trainer.estimate is None
 
