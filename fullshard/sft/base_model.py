@@ -49,6 +49,7 @@ WRAPPERS = {
     "FSDPModule": "the model before fully_shard",
     "DeepSpeedEngine": "model.module",
 }
+"""Classes of models that are distributed already, and what a script has to pass instead."""
 ATTENTION_OF_TORCH = ("eager", "sdpa", "flex_attention", NAME)
 """Attention implementations that need no other package."""
 

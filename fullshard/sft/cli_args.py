@@ -89,7 +89,7 @@ def config_of(args: Any, **more: Any) -> tuple[SFTConfig, list[str]]:
     else:
         values = args if isinstance(args, dict) else {} if args is None else _from_training_arguments(args)
         config = SFTConfig(**{**values, **more})
-        config._given = None if isinstance(args, dict) else args
+        config._script_args = None if isinstance(args, dict) else args
     named = {one.name for one in options_of(SFTConfig) if _is_set(config, one)}
     return config, notes_without_effect(config, named, script=True)
 

@@ -258,18 +258,18 @@ def _dtype_name(dtype: Any) -> str:
 class ArgumentMethods:
     """Methods and properties of `TrainingArguments`."""
 
-    _given: Any = field(default=None, repr=False, compare=False)
-    """The object that a script gave as `args`, if it is one of another library."""
+    _script_args: Any = field(default=None, repr=False, compare=False)
+    """The `args` of a script, if they are an object of another library."""
 
     def __getattr__(self, name: str) -> Any:
-        """`set_training` and its like are transformers' own; other names are those of the object that a script gave as
-        `args`, whose class may have fields of the script's own."""
+        """`set_training` and its like are transformers' own; other names are those of the script's own
+        `args`, whose class may have fields of its own."""
         if name.startswith("set_"):
             from transformers import TrainingArguments
 
             if hasattr(TrainingArguments, name):
                 return functools.partial(getattr(TrainingArguments, name), self)
-        script_args = vars(self).get("_given")
+        script_args = vars(self).get("_script_args")
         if script_args is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no setting or method {name!r}")
         return getattr(script_args, name)
