@@ -72,7 +72,7 @@ class ParameterRow:
 
     def held(self, grid: RankGrid) -> np.ndarray:
         """Bytes of one of them at each shard position."""
-        return np.sum([grid.held(p) for p in self.parts], axis=0)
+        return np.sum([grid.shard_bytes(p) for p in self.parts], axis=0)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _cell(parts: Sequence[ParameterPlan], grid: RankGrid, column: Column) -> Cel
     places, copies = list(column.positions), len(column.ranks) // len(column.positions)
     starts, stops = grid.bounds(parts[0])
     slices = zip(starts[places].min(axis=0).tolist(), stops[places].max(axis=0).tolist(), strict=True)
-    own = np.sum([grid.held(p)[places] for p in parts], axis=0)
+    own = np.sum([grid.shard_bytes(p)[places] for p in parts], axis=0)
     full = sum(p.shard_bytes for p in parts) if parts[0].gathers else own
     return Cell(
         tuple(slices), int(own.sum()) * copies, int(own.min()), int(own.max()), int((full - own).sum()) * copies

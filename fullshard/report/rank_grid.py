@@ -86,7 +86,7 @@ class RankGrid:
             stops[:, dim] = np.minimum((index + 1) * length, p.shape[dim])
         return starts, stops
 
-    def held(self, p: ParameterPlan) -> np.ndarray:
+    def shard_bytes(self, p: ParameterPlan) -> np.ndarray:
         """Bytes of the shard of each position."""
         starts, stops = self.bounds(p)
         return (stops - starts).prod(axis=1) * item_size(p.dtype)

@@ -152,3 +152,26 @@ def test_a_script_may_use_the_static_methods_of_torch_s_fsdp(together):
     found = result(together[0]["idioms"])
     assert found["kinds"] == ["Tensor"] and found["same"] and found["summoned"] and found["untouched"] == []
     assert "optim_state_dict() of torch's FSDP is not served by FSDPv2: use" in found["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["TRANSFORMER_BASED_WRAP", "NO_WRAP"])
+@pytest.mark.parametrize("library", ["trainer", "accelerate"])
+def test_a_model_that_names_no_layers_needs_no_class(library, policy, tmp_path):
+    """The layers that repeat become units, as `run_mlm` and `nlp_example` leave it to the configuration."""
+    script = ROOT / "tests" / "hf" / "distilbert.py"
+    for name in ("alone", "sharded"):
+        (tmp_path / name).mkdir()
+    alone(script, library, "--output_dir", tmp_path / "alone")
+    text = launched(
+        script, library, "--output_dir", tmp_path / "sharded", flags=("--fsdp_auto_wrap_policy", policy)
+    )  # fmt: skip
+    assert f"DistilBertForMaskedLM: FULL_SHARD on Mesh(fsdp=2): {3 if policy[0] == 'T' else 1} unit(s)" in text
+    found, expected = result(tmp_path / "sharded"), result(tmp_path / "alone")
+    assert (
+        found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        and expected["losses"][0] - expected["losses"][-1] > 0.05
+    )
+    assert found["right"] == expected["right"]
+    saved, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("sharded", "alone"))
+    assert saved.keys() == whole.keys() and max((saved[n] - whole[n]).abs().max() for n in whole) < 1e-4
