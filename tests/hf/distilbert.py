@@ -29,8 +29,8 @@ options = parser.parse_args()
 
 
 def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Words that count up from any number; every third one is masked, and is to be predicted."""
-    begins = torch.randint(WORDS, (count,), generator=torch.Generator().manual_seed(seed))
+    """Words that count up from one of three numbers; every third one is masked, and is to be predicted."""
+    begins = torch.randint(3, (count,), generator=torch.Generator().manual_seed(seed))
     masked = torch.arange(LENGTH) % 3 == 1
     texts = [4 + (begin + torch.arange(LENGTH)) % (WORDS - 4) for begin in begins]
     return [{"input_ids": text.masked_fill(masked, MASK), "labels": text.where(masked, -100)} for text in texts]
@@ -43,7 +43,7 @@ def count_right(logits: torch.Tensor, labels: torch.Tensor) -> int:
 set_seed(3)
 model = DistilBertForMaskedLM(DistilBertConfig(
     vocab_size=WORDS, max_position_embeddings=LENGTH, dim=16, n_layers=2, n_heads=2, hidden_dim=32, dropout=0.0,
-    attention_dropout=0.0,
+    attention_dropout=0.0, initializer_range=0.2,
 ))  # fmt: skip
 if options.library == "trainer":
     import os
