@@ -29,8 +29,9 @@ help:
 quickstart:
 	@$(ENVIRONMENT); $$py -m quickstart.run
 
+# Two pytest processes; each file goes to one of them. TEST_OPTIONS="-n 0" for one process, as for --pdb.
 test: lint
-	@$(ENVIRONMENT); $$py -m pytest -m "not slow" $(TEST_OPTIONS)
+	@$(ENVIRONMENT); $$py -m pytest -n 2 --dist loadfile -m "not slow" $(TEST_OPTIONS)
 
 test-all: lint
 	@$(ENVIRONMENT); $$py tools/run_tests.py "$(PART)" $(TEST_OPTIONS)

@@ -39,7 +39,7 @@ EXTRA = "xla" if FOR_XLA else "docs" if FOR_DOCS else "dev"
 TORCH_ENGINE = (2, 11)  # pyproject.toml asks for the torch of the XLA engine, which is older
 NOT_ON_GPUS = {
     "datasets", "hypothesis", "expecttest", "ruff", "mypy", "bitsandbytes", "vl-convert-python", "accelerate", "trl",
-    "tensorboard", "triton",
+    "tensorboard", "triton", "pytest-xdist",
 }  # fmt: skip
 STAMP = VENV / "fullshard-stamp"  # two lines: what was installed, and over which interpreter
 

@@ -120,20 +120,20 @@ def _cut(document: Encoded, settings: TextSettings, counts: dict[str, Any]) -> I
         return
     count(counts, "cut", size if settings.overflow == "drop" else size - limit)
     if settings.overflow == "truncate":
-        kept = slice(limit) if settings.truncation_mode == "keep_start" else slice(size - limit, None)
-        yield Encoded(tokens[kept], mask[kept], continues)
+        part = slice(limit) if settings.truncation_mode == "keep_start" else slice(size - limit, None)
+        yield Encoded(tokens[part], mask[part], continues)
 
 
 def _tokenize(
     batch: list[Document], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]
 ) -> Iterator[Encoded]:
-    kept: list[Document] = []
+    documents: list[Document] = []
     rendered: list[TextAndSpans] = []
     for document in batch:
         count(counts, "texts", document.text is not None)
         try:
             rendered.append(render_document(document, tokenizer, settings))
-            kept.append(document)
+            documents.append(document)
         except DataError as error:
             if settings.reading_of(document.data_set).on_bad_row != "skip":
                 raise
@@ -142,7 +142,7 @@ def _tokenize(
         template = settings.template_of(document.data_set)
         for name in (document.template_kwargs or {}).keys() - variables(template or ""):
             count(counts, f"{UNUSED}chat_template_kwargs.{name}")
-    if not kept:
+    if not documents:
         return
     masked = any(spans is not None for _, spans in rendered)
     if masked and not getattr(tokenizer, "is_fast", False):
@@ -151,8 +151,8 @@ def _tokenize(
             f"(tokenizer.json), or train on all tokens (assistant_only_loss and completion_only_loss false)."
         )
     with _untrimmed_offsets(tokenizer) if masked else contextlib.nullcontext():
-        encoded = _call_tokenizer(tokenizer, kept, [text for text, _ in rendered], settings, masked)
-    for document, (text, spans), (numbers, offsets) in zip(kept, rendered, encoded, strict=True):
+        encoded = _call_tokenizer(tokenizer, documents, [text for text, _ in rendered], settings, masked)
+    for document, (text, spans), (numbers, offsets) in zip(documents, rendered, encoded, strict=True):
         if document.input_ids is not None:
             yield from _encode_pretokenized(document, settings, counts)
             continue

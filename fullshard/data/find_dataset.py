@@ -63,13 +63,13 @@ def find_data(
             folder = path / config if config else path
             if not folder.is_dir():
                 raise DataError(
-                    f"dataset_config_name is {config!r}, but {path} has no such folder; it holds {_held(path)}."
+                    f"dataset_config_name is {config!r}, but {path} has no such folder; it holds {_contents(path)}."
                 )
             train, *evaluation = (_split_files(folder, split) for split in splits[: 1 + evaluates])
             if not train:
                 raise DataError(
                     f"{folder}: no file for the split {splits[0]!r} (such as {splits[0]}.jsonl); the folder holds "
-                    f"{_held(folder)}."
+                    f"{_contents(folder)}."
                 )
             held_out = evaluation[0] if evaluation else []
             return file_source(train, sample_by), file_source(held_out, sample_by) if held_out else None
@@ -153,7 +153,7 @@ def _readable(path: Path) -> Path:
     return path
 
 
-def _held(folder: Path) -> str:
+def _contents(folder: Path) -> str:
     return names(sorted(p.name for p in folder.iterdir())).replace("none", "nothing")
 
 
@@ -206,9 +206,9 @@ def _saved_files(folder: Path) -> list[Path]:
         files = [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{folder / 'state.json'} is not what `datasets` writes: {error!r:.100}.") from None
-    gone = [path.name for path in files if not path.is_file()]
-    if gone or not files:
-        raise DataError(f"{folder}: state.json lists {', '.join(gone) or 'no files'}, but they do not exist.")
+    missing = [path.name for path in files if not path.is_file()]
+    if missing or not files:
+        raise DataError(f"{folder}: state.json lists {', '.join(missing) or 'no files'}, but they do not exist.")
     return [_readable(path) for path in files]
 
 

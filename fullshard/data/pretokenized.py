@@ -25,7 +25,7 @@ def read_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     ids = _integers(row["input_ids"], "input_ids")
     if not all(0 <= n < 2**31 for n in ids):
         raise BadRow(f"`input_ids` holds {short(next(n for n in ids if not 0 <= n < 2**31))}, which is not a token id.")
-    begin, end = _kept(row, ids)
+    begin, end = _document_range(row, ids)
     fields: dict[str, Any] = {"input_ids": ids[begin:end]}
     sizes = _lengths(row, begin, end, len(ids))
     if len(sizes) > 1:
@@ -74,7 +74,7 @@ def _mask(value: Any, what: str, size: int) -> tuple[int, ...]:
     return mask
 
 
-def _kept(row: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, int]:
+def _document_range(row: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, int]:
     """Where the tokens begin and end, without padding."""
     if "attention_mask" not in row:
         return 0, len(ids)

@@ -428,6 +428,6 @@ def _is_empty(value: Any) -> bool:
 
 def unused_columns(row: Mapping[str, Any], read: Collection[str]) -> tuple[str, ...] | None:
     """Columns that other trainers use and that are not read for this row; None if there are none."""
-    found = [name for name in REPORTED if name in row and name not in read and not _is_empty(row[name])]
-    found += [name for name in row if isinstance(name, str) and name.startswith("train_on_")]
-    return tuple(found) or None
+    columns = [name for name in REPORTED if name in row and name not in read and not _is_empty(row[name])]
+    columns += [name for name in row if isinstance(name, str) and name.startswith("train_on_")]
+    return tuple(columns) or None

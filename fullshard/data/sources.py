@@ -78,12 +78,12 @@ def _one_file(path: Path, sample_by: str) -> DataSource:
 
 def row_source(rows: Iterable[Any], name: str) -> DataSource:
     """Rows in memory: a list of objects, or a `datasets.Dataset`. A position is a row number."""
-    kept = rows if hasattr(rows, "__len__") or hasattr(rows, "skip") else list(rows)
+    rows = rows if hasattr(rows, "__len__") or hasattr(rows, "skip") else list(rows)
 
     def walk(start: RowPosition) -> Iterator[RawRow]:
         first = start or 0
-        left = kept.skip(first) if hasattr(kept, "skip") and first else islice(kept, first, None)
-        return (RawRow(f"{name}, row {i}", row, i + 1) for i, row in enumerate(left, first))
+        remaining = rows.skip(first) if hasattr(rows, "skip") and first else islice(rows, first, None)
+        return (RawRow(f"{name}, row {i}", row, i + 1) for i, row in enumerate(remaining, first))
 
     def fingerprint() -> str:
         digest = hashlib.sha256()
@@ -240,8 +240,8 @@ def _hold_back_random(source: DataSource, size: float, seed: int) -> tuple[DataS
 
         return DataSource(part.name, rows, fingerprint)
 
-    kept, back = ([select(number, inside) for number in range(len(parts))] for inside in (False, True))
-    return source.join(kept) if source.join else kept[0], chain(back)
+    training, held_out = ([select(number, inside) for number in range(len(parts))] for inside in (False, True))
+    return source.join(training) if source.join else training[0], chain(held_out)
 
 
 def _hold_back_first(source: DataSource, count: int) -> tuple[DataSource, DataSource]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "scratch-"
-LOCK, GONE = ".lock", ".gone"
+LOCK, DELETED = ".lock", ".gone"
 
 
 class TempDir:
@@ -62,19 +62,19 @@ def _sweep(root: Path) -> None:
     for path in root.glob(f"{PREFIX}{'[0-9a-f]' * 16}{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
         # A lock without a directory may belong to a process that is about to create it.
-        if (folder.exists() or _gone(folder).exists()) and not is_alive(folder):
+        if (folder.exists() or _deleted_name(folder).exists()) and not is_alive(folder):
             _remove(folder)
             path.unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
-        folder.rename(_gone(folder))  # under another name, nothing is added while it is deleted
-    shutil.rmtree(_gone(folder), ignore_errors=True)
+        folder.rename(_deleted_name(folder))  # under another name, nothing is added while it is deleted
+    shutil.rmtree(_deleted_name(folder), ignore_errors=True)
 
 
-def _gone(folder: Path) -> Path:
-    return folder.with_name(folder.name + GONE)
+def _deleted_name(folder: Path) -> Path:
+    return folder.with_name(folder.name + DELETED)
 
 
 def _lock_of(folder: Path) -> Path:

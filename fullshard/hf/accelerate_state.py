@@ -199,11 +199,11 @@ def without_adapter_units(policy: Any) -> Any:
     parts = policy.keywords.get("policies") if isinstance(policy, functools.partial) else None
     if not parts:
         return policy
-    kept = [part for part in parts if not _is_adapter_rule(part)]
+    other_rules = [part for part in parts if not _is_adapter_rule(part)]
     classes: set[type[nn.Module]] = set()
-    for part in kept:
+    for part in other_rules:
         classes |= set(part.keywords.get("transformer_layer_cls", ())) if isinstance(part, functools.partial) else set()
-    if len(kept) == len(parts) or len(kept) != 1 or not classes:
+    if len(other_rules) == len(parts) or len(other_rules) != 1 or not classes:
         return policy
     # Not as classes alone: the policy may name layers that this model lacks.
     return lambda module, recurse, nonwrapped_numel: transformer_auto_wrap_policy(

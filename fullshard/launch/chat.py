@@ -190,8 +190,8 @@ class _TextStream:
 
     def add(self, token: int) -> None:
         self.tokens.append(token)
-        kept, self.complete = self.stop.cut(self.tokens)
-        text = self.stop.text(kept)
+        answer, self.complete = self.stop.cut(self.tokens)
+        text = self.stop.text(answer)
         withheld = 0
         for stop_text in self.stop.texts:
             withheld = max(withheld, *(n for n in range(len(stop_text)) if text.endswith(stop_text[:n])))

@@ -164,11 +164,13 @@ def _convert(result: Result, target: Path, choices: Choices) -> None:
         dtype = dtype_of(choices.dtype)
         model = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
         model.config.name_or_path = str(where)  # the tokenizer is copied from there
-        kept = dtypes_kept(model, dtype, source.entries) if dtype is not None else {}
+        own_dtypes = dtypes_kept(model, dtype, source.entries) if dtype is not None else {}
         form = {
             name: torch.empty(
                 entry.shape,
-                dtype=kept.get(name, dtype) if dtype is not None and entry.dtype.is_floating_point else entry.dtype,
+                dtype=own_dtypes.get(name, dtype)
+                if dtype is not None and entry.dtype.is_floating_point
+                else entry.dtype,
                 device="meta",
             )
             for name, entry in source.entries.items()

@@ -266,26 +266,26 @@ def _from_checkpoint(path: Path) -> StoredPlan:
 
 
 def _from_file(path: Path) -> StoredPlan | None:
-    found = _read(path)
-    if found is None or not found.keys() & {"units", "strategy"}:
+    content = _read(path)
+    if content is None or not content.keys() & {"units", "strategy"}:
         return None
-    return StoredPlan(str(path), _parse(found, path), path)
+    return StoredPlan(str(path), _parse(content, path), path)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
-def _parse(found: dict[str, Any], path: Path) -> ShardingPlan:
+def _parse(plan: dict[str, Any], path: Path) -> ShardingPlan:
     from fullshard.fsdp.plan import ShardingPlan
 
     try:
-        return ShardingPlan.from_json(json.dumps(found))
+        return ShardingPlan.from_json(json.dumps(plan))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{path} has no sharding plan that can be read ({type(error).__name__}: {error}); expected the plan of a "

@@ -192,25 +192,25 @@ def _drawn_points(series: Sequence[Series], curves: bool) -> dict[str, list[Any]
     if curves and any(len(one.points) > DRAWN for one in series):
         columns["a"] = []
     for number, one in enumerate(series):
-        kept = kept_points(one.points)
-        points = [one.points[i] for i in kept]
+        indices = drawn_indices(one.points)
+        points = [one.points[i] for i in indices]
         columns["x"] += [at for at, _ in points]
         columns["y"] += [y for _, y in points]
         columns["s"] += [number] * len(points)
         columns["d"] += _dots(points)
         if "l" in columns:
-            columns["l"] += [one.labels[i] if one.labels else "" for i in kept]
+            columns["l"] += [one.labels[i] if one.labels else "" for i in indices]
         if "a" in columns:
-            columns["a"] += _medians(one.points, kept)
+            columns["a"] += _medians(one.points, indices)
     return columns
 
 
-def _medians(points: Sequence[tuple[float, float | None]], kept: Sequence[int]) -> list[float | None]:
-    """For each kept point the median of the values around it: lowest and highest values, which are what is kept of
+def _medians(points: Sequence[tuple[float, float | None]], indices: Sequence[int]) -> list[float | None]:
+    """For each drawn point the median of the values around it: lowest and highest values, which are what is drawn of
     noise, would say little about what is between them."""
     near = 3 * len(points) // (2 * DRAWN)
     medians: list[float | None] = []
-    for i in kept:
+    for i in indices:
         around = [y for _, y in points[max(0, i - near) : i + near + 1] if y is not None]
         medians.append(statistics.median(around) if points[i][1] is not None else None)
     return medians
@@ -221,26 +221,26 @@ def _line_notes(series: Sequence[Series]) -> Iterator[str]:
         if any(y is None for _, y in one.points):
             yield f"{one.name}: {_missing(one)}"
     most = max((one.all_points for one in series), default=0)
-    drawn = max((len(kept_points(one.points)) for one in series), default=0)
+    drawn = max((len(drawn_indices(one.points)) for one in series), default=0)
     if most > drawn:
         yield f"{drawn:,} of {most:,} points are drawn, extremes included."
 
 
-def kept_points(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> list[int]:
+def drawn_indices(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> list[int]:
     """The indices of the points to draw, at most so many: of each stretch the lowest and the highest, a gap if there is
     one, and the first and the last point of all."""
     if len(points) <= most:
         return list(range(len(points)))
-    kept = {0, len(points) - 1}
+    indices = {0, len(points) - 1}
     stretches = max(1, (most - 2) // 3)
     for number in range(stretches):
         begin, end = number * len(points) // stretches, (number + 1) * len(points) // stretches
         finite = [i for i in range(begin, end) if points[i][1] is not None]
         if len(finite) < end - begin:
-            kept.add(next(i for i in range(begin, end) if points[i][1] is None))
+            indices.add(next(i for i in range(begin, end) if points[i][1] is None))
         if finite:
-            kept |= {min(finite, key=lambda i: points[i][1] or 0.0), max(finite, key=lambda i: points[i][1] or 0.0)}
-    return sorted(kept)
+            indices |= {min(finite, key=lambda i: points[i][1] or 0.0), max(finite, key=lambda i: points[i][1] or 0.0)}
+    return sorted(indices)
 
 
 def _dots(points: Sequence[tuple[float, float | None]]) -> list[int]:
@@ -257,9 +257,9 @@ def _style(series: Series, number: int) -> tuple[int, int]:
 
 
 def _missing(series: Series) -> str:
-    lost = [x for x, y in series.points if y is None]
-    count = max(series.gaps, len(lost))
-    named = ", ".join(f"{x:,g}" for x in lost[:5]) + (", …" if count > len(lost[:5]) else "")
+    missing = [x for x, y in series.points if y is None]
+    count = max(series.gaps, len(missing))
+    named = ", ".join(f"{x:,g}" for x in missing[:5]) + (", …" if count > len(missing[:5]) else "")
     return f"{count:,} of {series.all_points:,} values are not finite (at {named})"
 
 

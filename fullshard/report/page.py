@@ -67,8 +67,8 @@ def fact_list(id: str, facts: Mapping[str, Any]) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], label: str) -> str:
     """A table that scrolls inside its own box, without the columns that are empty in every row."""
     rows = [list(row) for row in rows]
-    kept = [i for i in range(len(header)) if i == 0 or any(row[i] not in ("", None) for row in rows)]
-    header, rows = [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    filled = [i for i in range(len(header)) if i == 0 or any(row[i] not in ("", None) for row in rows)]
+    header, rows = [header[i] for i in filled], [[row[i] for i in filled] for row in rows]
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = "".join(
         "<tr>"

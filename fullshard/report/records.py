@@ -85,10 +85,10 @@ def thin(records: Sequence[Record]) -> list[int]:
     # Most names come with every record, and share its first and its last.
     stretches = max(1, TARGET // (2 * len(names) + 3))
     while True:
-        kept = [i for part in _stretches(steps, stretches) for i in _extremes(records, part)]
-        if len(kept) <= TARGET or stretches == 1:
-            return [*kept, *range(old, len(records))]
-        stretches = max(1, stretches * TARGET // len(kept))
+        indices = [i for part in _stretches(steps, stretches) for i in _extremes(records, part)]
+        if len(indices) <= TARGET or stretches == 1:
+            return [*indices, *range(old, len(records))]
+        stretches = max(1, stretches * TARGET // len(indices))
 
 
 def _stretches(steps: Sequence[float], number: int) -> Iterator[range]:
@@ -103,11 +103,11 @@ def _stretches(steps: Sequence[float], number: int) -> Iterator[range]:
 
 
 def _extremes(records: Sequence[Record], part: range) -> list[int]:
-    kept = {part[0], part[-1]}
+    indices = {part[0], part[-1]}
     if len(part) > 2:
         for name in {name for i in part for name in records[i]}:
-            kept |= {part[i] for i in _extremes_of([records[i].get(name, ABSENT) for i in part])}
-    return sorted(kept)
+            indices |= {part[i] for i in _extremes_of([records[i].get(name, ABSENT) for i in part])}
+    return sorted(indices)
 
 
 def _extremes_of(column: list[Any]) -> set[int]:
@@ -120,5 +120,7 @@ def _extremes_of(column: list[Any]) -> set[int]:
     there = [i for i, value in enumerate(column) if value is not ABSENT]
     numbers = [i for i in there if is_number(column[i]) and finite(column[i]) is not None]
     gaps = [i for i in there if finite(column[i]) is None]
-    kept = {there[0], there[-1], *gaps[:1]}
-    return kept | {min(numbers, key=column.__getitem__), max(numbers, key=column.__getitem__)} if numbers else kept
+    indices = {there[0], there[-1], *gaps[:1]}
+    if numbers:
+        indices |= {min(numbers, key=column.__getitem__), max(numbers, key=column.__getitem__)}
+    return indices

@@ -226,11 +226,11 @@ def _measured_timeline(measured: Record) -> Timeline:
 def _placed(timeline: Timeline, size: float) -> list[tuple[float, float | None]]:
     """The points of a timeline: each moment is one unit wide, and its points are evenly spaced in it."""
     counts = Counter(moment for moment, _, _ in timeline)
-    seen: Counter[str] = Counter()
+    placed: Counter[str] = Counter()
     points: list[tuple[float, float | None]] = []
     for moment, _, used in timeline:
-        points.append((MOMENTS.index(moment) + (seen[moment] + 0.5) / counts[moment], used / size))
-        seen[moment] += 1
+        points.append((MOMENTS.index(moment) + (placed[moment] + 0.5) / counts[moment], used / size))
+        placed[moment] += 1
     return points
 
 

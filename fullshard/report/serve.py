@@ -277,13 +277,13 @@ class RunWatch:
         self.folder, self.run = folder, RunReader(folder)
         self.was_running = False
         self._first = _stamp(folder / METRICS_FILE)
-        self._gone: float | None = None
+        self._absent_since: float | None = None
         self._read: tuple[object, bool] | None = None
 
     def has_ended(self) -> bool:
         """Whether it has ended. One that was over from the start has not."""
         if lock_owner(self.folder) is not None:
-            self.was_running, self._gone = True, None
+            self.was_running, self._absent_since = True, None
             return False
         # Where there are no locks, a run shows itself by its metrics.
         if not self.was_running and _stamp(self.folder / METRICS_FILE) == self._first:
@@ -291,8 +291,8 @@ class RunWatch:
         if self._has_finished():
             self.was_running = True
             return True
-        self._gone = time.monotonic() if self._gone is None else self._gone
-        return self.was_running and time.monotonic() - self._gone >= RESTART
+        self._absent_since = time.monotonic() if self._absent_since is None else self._absent_since
+        return self.was_running and time.monotonic() - self._absent_since >= RESTART
 
     def _has_finished(self) -> bool:
         there = _files(self.folder)

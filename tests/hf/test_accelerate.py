@@ -1,19 +1,56 @@
-"""A loop written for Accelerate gives the losses of Accelerate alone, and its checkpoints go both ways."""
+"""Scripts for Accelerate and for transformers' Trainer give the losses of one process, and their checkpoints go both
+ways."""
 
+import json
+from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import StateDictType
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fullshard.config.errors import CheckpointError
 from fullshard.hf import accelerate_checkpoints as checkpoints
 from tests.hf.launched import EXAMPLES, ORACLE, alone, launched, result
 from tests.pool import ROOT
 
-LOOP = EXAMPLES / "accelerate_loop.py"
+LOOP, TRAINER = EXAMPLES / "accelerate_loop.py", EXAMPLES / "trainer_fsdp.py"
 SERVED = "Accelerate's FSDP is served by fullshard (FULL_SHARD)"
 SECOND_EPOCH = slice(8, None)
+
+
+SCRIPTS = {
+    "loop": LOOP,
+    "idioms": Path(__file__).with_name("fsdp1_idioms.py"),
+    "trainer": TRAINER,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def together(model, tmp_path_factory):
+    """The scripts, one after another on two ranks of one launch: the folder of each by name, and all they printed."""
+    folder = tmp_path_factory.mktemp("together")
+    runs = []
+    for name, script in SCRIPTS.items():
+        (folder / name).mkdir()
+        more = ["--model", str(model)] if name == "trainer" else []
+        runs.append([str(script), *more, "--output_dir", str(folder / name)])
+    text = launched(Path(__file__).with_name("in_turn.py"), json.dumps(runs))
+    return {name: folder / name for name in SCRIPTS}, text
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +189,69 @@ def test_a_script_may_use_the_static_methods_of_torch_s_fsdp(together):
     found = result(together[0]["idioms"])
     assert found["kinds"] == ["Tensor"] and found["same"] and found["summoned"] and found["untouched"] == []
     assert "optim_state_dict() of torch's FSDP is not served by FSDPv2: use" in found["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["TRANSFORMER_BASED_WRAP", "NO_WRAP"])
+@pytest.mark.parametrize("library", ["trainer", "accelerate"])
+def test_a_model_that_names_no_layers_needs_no_class(library, policy, tmp_path):
+    """The layers that repeat become units, as `run_mlm` and `nlp_example` leave it to the configuration."""
+    script = ROOT / "tests" / "hf" / "distilbert.py"
+    for name in ("alone", "sharded"):
+        (tmp_path / name).mkdir()
+    alone(script, library, "--output_dir", tmp_path / "alone")
+    text = launched(
+        script, library, "--output_dir", tmp_path / "sharded", flags=("--fsdp_auto_wrap_policy", policy)
+    )  # fmt: skip
+    assert f"DistilBertForMaskedLM: FULL_SHARD on Mesh(fsdp=2): {3 if policy[0] == 'T' else 1} unit(s)" in text
+    found, expected = result(tmp_path / "sharded"), result(tmp_path / "alone")
+    assert (
+        found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        and expected["losses"][0] - expected["losses"][-1] > 1.0
+    )
+    assert found["right"] == expected["right"]
+    saved, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("sharded", "alone"))
+    assert saved.keys() == whole.keys() and max((saved[n] - whole[n]).abs().max() for n in whole) < 1e-4
+
+
+# --- transformers' Trainer -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainer_reference(model, tmp_path_factory):
+    """One process, Trainer alone."""
+    folder = tmp_path_factory.mktemp("trainer")
+    alone(TRAINER, "--model", model, "--output_dir", folder)
+    return folder
+
+
+def same_as_trainer(folder, reference):
+    found, expected = result(folder), result(reference)
+    for name in ("before", "losses", "eval_losses"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-5), name
+    assert found["answer"] == expected["answer"]
+    saved, whole = (load_file(one / "final" / "model.safetensors") for one in (folder, reference))
+    assert saved.keys() == whole.keys() and max((saved[n] - whole[n]).abs().max() for n in whole) < 1e-4
+    LlamaForCausalLM.from_pretrained(folder / "final")
+
+
+def test_training_evaluation_generation_and_the_saved_model_are_those_of_one_process(trainer_reference, together):
+    folders, text = together
+    assert "LlamaForCausalLM: FULL_SHARD on Mesh(fsdp=2): 3 unit(s)" in text
+    same_as_trainer(folders["trainer"], trainer_reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_a_run_resumes_from_its_checkpoint(model, kind, trainer_reference, tmp_path):
+    words = ["--model", model, "--output_dir", tmp_path, "--state_dict_type", kind]
+    assert "served by fullshard" in launched(TRAINER, *words)
+    (tmp_path / "result.json").unlink()
+    launched(TRAINER, *words, "--resume", tmp_path / "checkpoint-3")
+    same_as_trainer(tmp_path, trainer_reference)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_a_checkpoint_of_trainer_alone(model, trainer_reference, tmp_path):
+    launched(TRAINER, "--model", model, "--output_dir", tmp_path, "--resume", trainer_reference / "checkpoint-3")
+    same_as_trainer(tmp_path, trainer_reference)

@@ -65,7 +65,10 @@ def main(folder: Path, looks: int, rows: int, words: int, changes: dict[str, Any
     config = settings(folder, **changes)
     watch = Looks(folder / "out", config.max_steps // looks)
     trainer = SFTTrainer(
-        model=make_model(hidden_size=16, intermediate_size=32, num_hidden_layers=1, max_position_embeddings=2048),
+        model=make_model(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            max_position_embeddings=max(2048, config.max_length or 0),
+        ),
         args=config, train_dataset=rows_of(rows, words), tokenizer=make_tokenizer(), callbacks=[watch],
     )  # fmt: skip
     trainer.train()

@@ -29,8 +29,10 @@ PER_STEP = 1.0
 """Blocks of memory that a step may leave behind: a logged line, one in 50 steps, takes about ten."""
 
 
-def looks_of(folder: Path, steps: int, rows: int, words: int, changes: dict[str, Any]) -> list[dict[str, float]]:
-    command = [sys.executable, "-m", "tests.programs.long_run", str(folder), "5", str(rows), str(words)]
+def looks_of(
+    folder: Path, steps: int, rows: int, words: int, changes: dict[str, Any], looks: int = 5
+) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "tests.programs.long_run", str(folder), str(looks), str(rows), str(words)]
     done = subprocess.run(
         [*command, json.dumps({"max_steps": steps, **changes})], capture_output=True, text=True, cwd=ROOT, timeout=540,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -53,6 +55,18 @@ def test_nothing_grows(tmp_path: Path, name: str) -> None:
     # The size of a checkpoint is the same but for the digits of its numbers.
     assert last["bytes"] - first["bytes"] < 2000, [one["bytes"] for one in looks]
     assert last["mib"] - first["mib"] < 64, [one["mib"] for one in looks]
+
+
+@pytest.mark.slow
+def test_rows_of_50_000_tokens(tmp_path: Path) -> None:
+    """Rows that are longer are cut, in pages of few rows; every step trains on a whole one in the same memory."""
+    changes = {"max_length": 50_000, "per_device_train_batch_size": 1, "packing": True, "logging_steps": 1}
+    looks = looks_of(tmp_path, 4, 8, 60_000, changes, looks=4)
+    logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["num_tokens"] for one in logged if "loss" in one] == [50_000, 100_000, 150_000, 200_000]
+    for what in ("open_files", "threads", "python_threads"):
+        assert looks[-1][what] <= looks[0][what], f"{what}: {[one[what] for one in looks]}"
+    assert looks[-1]["mib"] - looks[0]["mib"] < 64, [one["mib"] for one in looks]
 
 
 REPORT = """
