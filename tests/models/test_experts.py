@@ -221,6 +221,7 @@ def test_experts_of_other_ranks_give_nothing() -> None:
     assert not found[0][1].any() and not found[1][1].any()
 
 
+@pytest.mark.skipif("has_post_expert_norm" not in vars(block("Mixtral")), reason="from transformers 5.22 on")
 def test_a_norm_behind_each_expert() -> None:
     module = block("Qwen3Moe", has_post_expert_norm=True)
     module.post_expert_norm = torch.nn.RMSNorm(32, dtype=torch.float64)
