@@ -63,7 +63,7 @@ def config(shape: dict[str, Any]) -> dict[str, Any]:
 def write(folder: Path, shape: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     _write_json(folder / "config.json", config(shape))
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     _write_weights(folder, weights(shape))
     for dropout in DROPOUTS:
         _write_adapter(folder / f"adapter-{dropout}", str(folder), shape, dropout)
@@ -107,7 +107,8 @@ def _write_adapter(place: Path, base: str, shape: dict[str, Any], dropout: float
     _write_json(place / "adapter_config.json", {**about, **LORA})
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer without tokens besides the special ones."""
     tokens = list(SPECIAL.values())
     added = [
         {"id": i, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,

@@ -112,6 +112,9 @@ def test_several_disabled_switched_and_merged_adapters(family: str) -> None:
         torch.manual_seed(11)
         model.add_adapter("second", second)
         model.double()
+        wrappers = {m.parameter_name: m for m in model.modules() if hasattr(m, "parameter_name")}
+        ranks = {name: (m.r["second"], m.scaling["second"]) for name, m in wrappers.items()}
+        assert ranks == {"gate_up_proj": (3, 9 / 3**0.5), "down_proj": (6, 5 / 6**0.5)}, ranks
     outcomes = []
     for model in (own, oracle):
         every = [results(model)]
@@ -223,13 +226,24 @@ def test_experts_of_other_ranks_give_nothing() -> None:
 
 def test_a_norm_behind_each_expert() -> None:
     module = block("Qwen3Moe", has_post_expert_norm=True)
-    module.post_expert_norm = torch.nn.RMSNorm(32, dtype=torch.float64)
-    torch.nn.init.normal_(module.post_expert_norm.weight)
+    norm = module.post_expert_norm = torch.nn.RMSNorm(32, dtype=torch.float64)
+    torch.nn.init.normal_(norm.weight)
     use_own_experts(make("Qwen3Moe"))
     chosen, x = CHOICES["groups of any size"], torch.randn(5, 32, dtype=torch.float64)
     weights = torch.rand(5, 2, dtype=torch.float64)
-    for own, theirs in zip(*(run(module, w, x, chosen, weights) for w in ("fullshard", "batched_mm")), strict=True):
-        torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-10)
+    found = run(module, "fullshard", x, chosen, weights)
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    outs = []
+    for token in range(5):
+        total = torch.zeros(32, dtype=torch.float64)
+        for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
+            gate, up = (module.gate_up_proj[expert] @ x[token]).chunk(2)
+            total = total + weight * norm(module.down_proj[expert] @ (module.act_fn(gate) * up))
+        outs.append(total)
+    out = torch.stack(outs)
+    theirs = [out, *torch.autograd.grad(out.square().sum(), [x, weights, *module.parameters()])]
+    for own, expected in zip(found, theirs, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_stack_in_parts_has_the_values_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
