@@ -132,6 +132,8 @@ def _reset() -> None:
     from fullshard.distributed.watchdog import rank_state
 
     xr.forget_warnings()
+    # torch runs an operator on layouts that it has seen without asking anyone, also where we refuse it with others.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
     if rank_state.failed_flag is not None:
         rank_state.failed_flag.zero_()  # a test that pretended a failure: updates would be skipped from here on
 

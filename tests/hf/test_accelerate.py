@@ -199,19 +199,23 @@ def test_a_model_that_names_no_layers_needs_no_class(library, policy, tmp_path):
     script = ROOT / "tests" / "hf" / "distilbert.py"
     for name in ("alone", "sharded"):
         (tmp_path / name).mkdir()
-    alone(script, library, "--output_dir", tmp_path / "alone")
+    if library == "accelerate":
+        alone(script, library, "--output_dir", tmp_path / "alone")
+    else:  # by itself Trainer doubles the loss on two processes where a model does not use `num_items_in_batch`
+        launched(script, library, "--output_dir", tmp_path / "alone", flags=("--no_integrations",))
     text = launched(
         script, library, "--output_dir", tmp_path / "sharded", flags=("--fsdp_auto_wrap_policy", policy)
     )  # fmt: skip
     assert f"DistilBertForMaskedLM: FULL_SHARD on Mesh(fsdp=2): {3 if policy[0] == 'T' else 1} unit(s)" in text
     found, expected = result(tmp_path / "sharded"), result(tmp_path / "alone")
-    assert (
-        found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
-        and expected["losses"][0] - expected["losses"][-1] > 1.0
-    )
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert expected["losses"][0] - expected["losses"][-1] > 1.0
     assert found["right"] == expected["right"]
     saved, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("sharded", "alone"))
-    assert saved.keys() == whole.keys() and max((saved[n] - whole[n]).abs().max() for n in whole) < 1e-4
+    assert saved.keys() == whole.keys()
+    # Attention does not depend on the biases of keys: their gradient is rounding, which Adam makes as large as any.
+    compared = [name for name in whole if not name.endswith("k_lin.bias")]
+    assert max((saved[name] - whole[name]).abs().max() for name in compared) < 1e-4
 
 
 # --- transformers' Trainer -------------------------------------------------------------------------------------------
