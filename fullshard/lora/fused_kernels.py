@@ -268,5 +268,5 @@ def _drop(x, out, seed, tokens, size, threshold, scale, ROWS: tl.constexpr, COLU
     inside = (row < tokens)[:, None] & (k < size)[None, :]
     place = row.to(tl.int64)[:, None] * size + k[None, :]
     keep = _kept(tl.load(seed), 0, first_row, first_column, threshold, ROWS, COLUMNS)
-    values = tl.load(x + place, mask=inside, other=0.0)
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, tl.where(keep, values * scale, 0.0).to(out.dtype.element_ty), mask=inside)

@@ -206,6 +206,35 @@ def test_any_routing(family: str, chosen: torch.Tensor) -> None:
         torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(("size", "grouped"), [(32, True), (36, False)], ids=["aligned", "unaligned"])
+def test_half_precision_and_rows_that_torch_s_products_refuse(size: int, grouped: bool, monkeypatch: Any) -> None:
+    """bf16 is about as far from fp64 as transformers' loop; sizes that are no multiple of 16 bytes run
+    group by group."""
+    used: list[torch.dtype] = []
+    multiply = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        grouped_product.F, "grouped_mm", lambda a, *b, **c: used.append(a.dtype) or multiply(a, *b, **c)
+    )
+    torch.manual_seed(2)
+    module = block("Qwen3Moe")
+    module.gate_up_proj = torch.nn.Parameter(torch.randn(4, 2 * size, 32) / 6)
+    module.down_proj = torch.nn.Parameter(torch.randn(4, 32, size) / 6)
+    use_own_experts(make("Qwen3Moe"))
+    chosen, x, weights = CHOICES["groups of any size"], torch.randn(5, 32), torch.rand(5, 2)
+    exact = run(module.double(), "eager", x.double(), chosen, weights.double())
+    module.bfloat16()
+    inputs = x.bfloat16(), chosen, weights
+    theirs = [
+        float((a.double() - b).detach().norm()) for a, b in zip(run(module, "eager", *inputs), exact, strict=True)
+    ]
+    used.clear()
+    own = [
+        float((a.double() - b).detach().norm()) for a, b in zip(run(module, "fullshard", *inputs), exact, strict=True)
+    ]
+    assert all(a <= 2 * b for a, b in zip(own, theirs, strict=True)), (own, theirs)
+    assert used == [torch.bfloat16] * 6 if grouped else len(used) < 6
+
+
 def test_experts_of_other_ranks_give_nothing() -> None:
     """Sentinels: numbers from the number of local experts on."""
     module = block("GptOss", _is_expert_parallel=True)
