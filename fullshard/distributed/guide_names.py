@@ -2,7 +2,7 @@
 
 Accessing one of them through `xr`, `xm`, `xs` or one of `MODULES` (`import fullshard.pl as pl`) raises an
 `AttributeError` that names the replacement, so `hasattr` returns False. Any other unknown name raises Python's usual
-error. On the XLA engine some of these names, and all of `MODULES`, are PyTorch/XLA's own (`xla/upstream_names.py`).
+error. On the XLA engine some of these names, and all of `MODULES`, are PyTorch/XLA's own (`xla/engine.py`).
 """
 
 from __future__ import annotations

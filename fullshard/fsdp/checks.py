@@ -14,13 +14,13 @@ from fullshard.config.errors import FSDPError, MeshError
 from fullshard.device.torch_private import in_functorch, saved_tensors_are_mutable
 from fullshard.distributed.foreign_wrappers import refuse_foreign_wrappers
 from fullshard.distributed.watchdog import watch
-from fullshard.fsdp import policy as policies
 from fullshard.fsdp import shard
 from fullshard.fsdp.gradients import HeldGradient
 from fullshard.fsdp.plan_layout import plan_unit, replan
 from fullshard.fsdp.plan_model import find_sites
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.fsdp.unit import Unit
+from fullshard.fsdp.wrap import NO_FORWARD
 from fullshard.optim import sharded
 from fullshard.optim.sharded import share_muon
 from fullshard.spmd.mesh import Mesh, data_mesh, get_global_mesh
@@ -65,11 +65,7 @@ def check_module(module: Any, wrapped_class: type, auto_wrap_policy: Any) -> Non
         raise FSDPError(f"FSDPv2 wraps an nn.Module, not {type(module).__name__}")
     if isinstance(module, wrapped_class):
         raise FSDPError(f"this {type(module).__name__} is already wrapped; wrap a module once")
-    if (
-        type(module).forward is nn.Module.forward
-        and "forward" not in module.__dict__
-        or isinstance(module, policies.NO_FORWARD)
-    ):
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__ or isinstance(module, NO_FORWARD):
         raise FSDPError(
             f"{type(module).__name__} has no forward, so FSDPv2 would never see it run; wrap its members, or the "
             f"module that calls them"

@@ -1,6 +1,6 @@
 """Communication between ranks along a mesh axis: all-gather, reduce-scatter, all-reduce.
 
-A `Link` is this rank's connection to the others along one axis, for one purpose. `communicators.py` makes links;
+A `Link` is this rank's connection to the others along one axis, for one purpose. `build.py` makes links;
 `unit.py` and `reduction.py` decide which tensors are sent. The links here use collectives (NCCL, and every backend but
 Gloo); those for Gloo are in `point_to_point.py`.
 """

@@ -1,7 +1,7 @@
 """The sharding plan: plain data that describes how a model is sharded over a mesh.
 
 Units → parameters → (global shape, dtypes, trainable or not, tied names, layout, padding), and which small parameters
-share buckets. `planner.py` makes it, the engine executes it, checkpoints store it. No tensors and no communication.
+share buckets. `plan_layout.py` makes it, the engine executes it, checkpoints store it. No tensors and no communication.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ParameterPlan:
     direct: bool
     """Whether it is gathered directly into its own storage and reduced directly from its gradient, not in a bucket."""
     on_host: bool = False
-    """Whether every rank holds it whole in host memory, and reads it there (`host_table.py`)."""
+    """Whether every rank holds it whole in host memory, and reads it there (`host_embedding.py`)."""
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
 """Making a sharding plan: the layout of each parameter, and how the small parameters of a unit share buckets.
 
-Arithmetic on shapes and dtypes; `plan.py` has the data types, `split_dim.py` the choice of the dim that is split.
+Arithmetic on shapes and dtypes; `plan.py` has the data types.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def shard_layout(
 ) -> tuple[Layout, int | None]:
     """The layout of a parameter's shards, and the dim that `fsdp` splits.
 
-    Dim 0 wherever possible: its pieces are contiguous, so that gathering them needs no copy; otherwise as chosen in
-    `split_dim.py`. A parameter that is already split over other axes is split over `fsdp` as well: on dim 0 as the
+    Dim 0 wherever possible: its pieces are contiguous, so that gathering them needs no copy; otherwise as in
+    `choose_dim`. A parameter that is already split over other axes is split over `fsdp` as well: on dim 0 as the
     minor axis where that divides, otherwise on a dim that is not split yet. Packed bytes (4-bit weights) are rows of
     groups and are always split by rows.
     """

@@ -1,6 +1,6 @@
 """Planning a model: which modules are units, which unit owns each parameter, and the layout of all.
 
-Needs no processes, shards or memory: the mesh may be absent and the model on the meta device. `planner.py` has the
+Needs no processes, shards or memory: the mesh may be absent and the model on the meta device. `plan_layout.py` has the
 arithmetic on shapes; `build.py` executes the plan.
 """
 
@@ -16,11 +16,11 @@ from torch import nn
 
 from fullshard.config.errors import FSDPError
 from fullshard.device.torch_private import parameters_of
-from fullshard.fsdp import policy as policies
 from fullshard.fsdp.host_embedding import stays_on_host
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.plan_layout import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, PlanInputs, plan_parameter, plan_unit
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
+from fullshard.fsdp.wrap import find_units, resolve
 from fullshard.spmd.mesh import Mesh, VirtualMesh
 from fullshard.spmd.sharding import layout_on, sharding_of
 from fullshard.spmd.spec import Layout
@@ -57,7 +57,7 @@ def plan_fsdp(
         point_to_point=point_to_point,
     )  # fmt: skip
     ignored = set(ignored_modules or ())
-    chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), ignored)
+    chosen = find_units(root, resolve(auto_wrap_policy, root), ignored)
     return plan_model(root, chosen, terms, with_children(ignored))
 
 

@@ -18,10 +18,9 @@ from fullshard.distributed import runtime
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.offload import HostTraffic
-from fullshard.fsdp.parameter import ShardedParameter, copy_together, show_gathered, show_shards
+from fullshard.fsdp.parameter import ShardedParameter, copy_together, show_gathered, show_shards, writes_of_all
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import MixedPrecision
-from fullshard.fsdp.write_count import writes_of_all
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fullshard.fsdp.write_count import piece_of
+from fullshard.fsdp.parameter import piece_of
 
 
 class Lion(torch.optim.Optimizer):

@@ -1,10 +1,10 @@
 """Layouts on XLA: the names of `fullshard.spmd` that depend on the engine (`engines.Engine.layouts`)."""
 
-from fullshard.xla.compiler_hints import apply_backward_optimization_barrier as apply_backward_optimization_barrier
-from fullshard.xla.compiler_hints import apply_xla_patch_to_nn_linear as apply_xla_patch_to_nn_linear
-from fullshard.xla.loader import ShardedLoader as ShardedLoader
-from fullshard.xla.loader import ShardingSpec as ShardingSpec
+from fullshard.spmd.loader import ShardedLoader as ShardedLoader
+from fullshard.xla.sharding import ShardingSpec as ShardingSpec
 from fullshard.xla.sharding import annotate_custom_sharding as annotate_custom_sharding
+from fullshard.xla.sharding import apply_backward_optimization_barrier as apply_backward_optimization_barrier
+from fullshard.xla.sharding import apply_xla_patch_to_nn_linear as apply_xla_patch_to_nn_linear
 from fullshard.xla.sharding import clear_sharding as clear_sharding
 from fullshard.xla.sharding import disable_manual_sharding as disable_manual_sharding
 from fullshard.xla.sharding import distribute_module as distribute_module
