@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -17,9 +16,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.config.errors import FSDPError, UnsupportedError
+from fullshard.config.errors import UnsupportedError
 from fullshard.distributed import runtime
-from fullshard.fsdp import checks
+from fullshard.fsdp import checks, grad_clip
 from fullshard.fsdp import state_dict as state
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.strategy import dtype_of
@@ -63,12 +62,11 @@ class FSDPv2(WrappedModule):
 
         The norm stays on the devices. `error_if_nonfinite` reads it, which waits for the step.
         """
-        if norm_type <= 0:
-            raise FSDPError(f"clip_grad_norm_: norm_type={norm_type} is not a norm; expected a positive number or inf")
-        parameters = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, foreach=False)
-        if error_if_nonfinite and not math.isfinite(norm.item()):
-            raise FSDPError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, which is not finite")
+        p = grad_clip.check_norm_type(norm_type)
+        parameters = [q for q in self.parameters() if q.grad is not None]  # type: ignore[attr-defined]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, p, foreach=False)
+        if error_if_nonfinite:
+            grad_clip.refuse_nonfinite(norm)
         return norm
 
     # --- values -----------------------------------------------------------------------------------------------------

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch_xla.distributed.spmd import xla_sharding as upstream
 
 from fullshard.config.errors import BatchError, LayoutError
 from fullshard.device.torch_private import buffers_of, parameters_of
 from fullshard.distributed import runtime
-from fullshard.spmd import draw, loader
+from fullshard.spmd import loader
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import given_or_global, in_pairs, layout_of_shard, shape_of
 from fullshard.spmd.spec import Layout, PartitionSpec
@@ -145,23 +144,6 @@ def _distributed(old: torch.Tensor, mesh: Mesh, name: str) -> torch.Tensor:
     if old.grad is not None:
         new.grad = annotate(old.grad.to(runtime.device()), layout)
     return annotate(new, layout)
-
-
-def visualize_tensor_sharding(t: torch.Tensor, *, use_color: bool | None = None, console: Console | None = None) -> str:
-    """Print the layout of a sharded (or marked) tensor on process 0; returns the drawing without colors."""
-    layout = sharding_of(t)
-    if layout is None:
-        raise LayoutError(
-            f"a plain tensor of shape {tuple(t.shape)} has no layout to draw; shard it first: "
-            f"mark_sharding(t, mesh, spec)"
-        )
-    return draw.visualize_layout(layout, tuple(t.shape), use_color, console)
-
-
-def sharding_string(t: torch.Tensor) -> str:
-    """The layout of a sharded tensor in XLA's notation."""
-    layout = sharding_of(t)
-    return "{replicated}" if layout is None else draw.layout_string(layout, tuple(t.shape))
 
 
 # --- sharding of batches ----------------------------------------------------------------------------------------------
