@@ -95,7 +95,7 @@ TOGETHER = 4 * 2**20
 def take(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor | None]:
     """Remove and return this rank's terms of the gradients: what backward left on the gathered values, plus what
     `no_sync` held back."""
-    totals: list[torch.Tensor | None] = [_take_held(p) for p in parameters]
+    totals: list[torch.Tensor | None] = [_take_unreduced(p) for p in parameters]
     small: list[tuple[int, Copy]] = []
     for i, p in enumerate(parameters):
         for leaf in (p.full, p.full_global):
@@ -119,7 +119,7 @@ def _plus(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
     return term if total is None else total.add_(term)
 
 
-def _take_held(p: ShardedParameter) -> torch.Tensor | None:
+def _take_unreduced(p: ShardedParameter) -> torch.Tensor | None:
     """What `no_sync` held back; the shard keeps the gradient that it had before."""
     if (gradient := held_by_no_sync(p)) is None:
         return None

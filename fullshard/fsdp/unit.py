@@ -37,6 +37,8 @@ class EngineContext:
 
 
 class UnitState(enum.Enum):
+    """Whether a unit has gathered values."""
+
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
@@ -81,7 +83,7 @@ class Unit:
         """Its place in the model's plan, the same on every rank."""
         self.holds_units = holds_units
         """Whether there are units inside its module."""
-        self._views_made = False
+        self._has_views = False
         self._gathered_at: list[tuple[int, int, int]] | None = None
         """The shards and their write counts at the last gather."""
 
@@ -160,12 +162,12 @@ class Unit:
                 slots = self.in_slots(self.plan.gather_bucket)
                 copy_together([copy for p, slot in slots for copy in p.unpack(rows[:, slot])])
         self.state = UnitState.GATHERED
-        if not self._views_made:
+        if not self._has_views:
             self._make_views()
 
     def _make_views(self) -> None:
         """Ask modules with a `see_gathered` method (packed weights), once, what their attributes should show."""
-        self._views_made = True
+        self._has_views = True
         for module in dict.fromkeys(module for p in self.parameters for module, _ in p.sites):
             see = getattr(module, "see_gathered", None)
             if see is None:
@@ -222,7 +224,7 @@ class Unit:
             self.free()
             self.keep_memory(False)
             self.casts += 1
-        self.plan, self._views_made = plan, False
+        self.plan, self._has_views = plan, False
         for p, new in zip(self.parameters, plan.parameters, strict=True):
             p.follow(new)
 

@@ -74,6 +74,7 @@ class OnShards:
         return {**config, "min_8bit_size": 0 if large else sys.maxsize}
 
     def init_state(self, group: dict[str, Any], p: nn.Parameter, gindex: int, pindex: int) -> None:
+        """Make the state of a parameter: that of its shard, sharded as the parameter is."""
         if not is_sharded(p):
             super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
             return
@@ -92,10 +93,12 @@ class OnShards:
         shard, or in paged memory."""
 
     def prefetch_state(self, p: nn.Parameter) -> None:
+        """Start to copy paged state of this rank's shard to the device."""
         with self._local(p) as piece:
             super().prefetch_state(piece)  # type: ignore[misc]
 
     def update_step(self, group: dict[str, Any], p: nn.Parameter, gindex: int, pindex: int) -> None:
+        """Update this rank's shard of a parameter."""
         with self._local(p) as piece:
             if piece.numel():
                 super().update_step(group, piece, gindex, pindex)  # type: ignore[misc]

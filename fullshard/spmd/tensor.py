@@ -257,11 +257,13 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], gradient_too: bool) -> Any:
+        """Redistribute the value."""
         ctx.target = (mesh, placements) if gradient_too else None
         return redistributed(t, mesh, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        """Redistribute the gradient, if it takes the new layout too."""
         if ctx.target is not None:
             mesh, placements = ctx.target
             grad = redistributed(grad, mesh, without_partial(placements))
@@ -273,10 +275,12 @@ class ToSharded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
+        """Take this rank's shard of the value."""
         return sharded_copy(t, mesh, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        """Gather the gradient."""
         return full_of(grad), None, None
 
 
@@ -285,12 +289,14 @@ class ToFull(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: DTensor) -> torch.Tensor:
+        """Gather the value."""
         ctx.mesh = t.device_mesh
         full = redistribute(local_of(t), spec_of(t), spec_with(spec_of(t), ctx.mesh, replicated(ctx.mesh)))
         return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Take the gradient, which is the same on every rank, as replicated."""
         return as_replicated(grad, ctx.mesh)
 
 
@@ -299,11 +305,13 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
+        """Take this rank's shard."""
         ctx.spec = spec_with(spec_of(t), t.device_mesh, grad_placements or without_partial(t.placements))
         return local_of(t).view_as(local_of(t))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Take the gradient as a shard of a sharded gradient."""
         return ShardedTensor(grad, ctx.spec, requires_grad=False), None
 
 
@@ -312,11 +320,13 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, spec: DTensorSpec) -> Any:
+        """Take the shards as one tensor."""
         ctx.spec = spec
         return ShardedTensor(shard.view_as(shard), spec, requires_grad=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        """Take this rank's shard of the gradient."""
         return local_of(redistributed(grad, ctx.spec.mesh, without_partial(ctx.spec.placements))), None
 
 

@@ -107,12 +107,14 @@ class FSDPv2(WrappedModule):
     # --- refusals ---------------------------------------------------------------------------------------------------
 
     def compile_units(self, say: Any = None, **options: Any) -> NoReturn:
+        """Refused: whole steps are compiled."""
         raise UnsupportedError(
             "compile_units() is torch.compile for each unit; on XLA the whole step is compiled already. Remove the call"
         )
 
     @property
     def meter(self) -> NoReturn:
+        """Refused: the compiler issues the collectives."""
         raise UnsupportedError(
             "model.meter counts the collectives that the torch engine issues; on XLA the compiler issues them. Its own "
             "dump lists them: XLA_FLAGS=--xla_dump_to=<folder>, before the first computation"
