@@ -109,13 +109,13 @@ def assemble(root: nn.Module, options: Options, wrapped_class: type[WrappedModul
     chosen = choose_units(root, options)
     inner_units = [unit for engine in _inner_engines(root, options) for unit in engine.units]
     ignored = with_children(options.ignored)
-    means = _means(options)
+    context = _context(options)
     sync = _materialize(root, options, ignored)
     plan = _make_plan(root, chosen, inner_units, options, ignored)
-    units = _make_units(root, plan, inner_units, options, means, sync, ignored)
+    units = _make_units(root, plan, inner_units, options, context, sync, ignored)
     shard.place_buffers(root, options.mesh, ignored, options.precision.buffer_dtype, sync)
     settings = PrefetchSettings(options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight)
-    engine = Engine(units, means, settings, before_pass=checks.BeforePass(root, units, ignored))
+    engine = Engine(units, context, settings, before_pass=checks.BeforePass(root, units, ignored))
     for unit in units:
         if unit in inner_units:
             unit.module._fullshard_engine = engine
@@ -147,7 +147,7 @@ def _attach(unit: Unit, engine: Engine, options: Options, shard_output: Any) -> 
     module._fullshard_output = OutputRule(shard_output, options.mesh, (*options.replica_axes, "fsdp"))
 
 
-def _means(options: Options) -> EngineContext:
+def _context(options: Options) -> EngineContext:
     meter, device = Meter(), runtime.device()
     reduce_stream = SideStream(device)
     return EngineContext(
@@ -183,8 +183,8 @@ def _make_plan(
 ) -> ShardingPlan:
     homes = {id(p): AlreadySharded(p.plan, unit.module) for unit in inner_units for p in unit.parameters}
     earlier = {key: homes[id(p)] for key, p in _earlier(root, inner_units).items()}
-    terms = options.terms(point_to_point=uses_point_to_point(dist.group.WORLD))
-    return plan_model(root, chosen, terms, ignored, earlier, {unit.module for unit in inner_units})
+    inputs = options.inputs(point_to_point=uses_point_to_point(dist.group.WORLD))
+    return plan_model(root, chosen, inputs, ignored, earlier, {unit.module for unit in inner_units})
 
 
 def _make_units(
@@ -192,7 +192,7 @@ def _make_units(
     plan: ShardingPlan,
     inner_units: list[Unit],
     options: Options,
-    means: EngineContext,
+    context: EngineContext,
     sync: bool,
     ignored: set[nn.Module],
 ) -> list[Unit]:
@@ -213,11 +213,11 @@ def _make_units(
             output_dtype = options.precision.output_dtype if module is root else None
             keeps = options.strategy.keeps_after_forward
             unit = Unit(
-                unit_plan, index, means, holds_units, module, parameters, options.precision, keeps, output_dtype
+                unit_plan, index, context, holds_units, module, parameters, options.precision, keeps, output_dtype
             )
         else:
             unit.parameters = parameters
-            unit.join(unit_plan, index, means, holds_units)
+            unit.join(unit_plan, index, context, holds_units)
             if unit.precision == options.precision:
                 unit.output_dtype = None  # one model in one precision, however it was wrapped: its root casts
         units.append(unit)

@@ -15,7 +15,7 @@ from fullshard.device.torch_private import in_functorch, saved_tensors_are_mutab
 from fullshard.distributed.foreign_wrappers import refuse_foreign_wrappers
 from fullshard.distributed.watchdog import watch
 from fullshard.fsdp import shard
-from fullshard.fsdp.gradients import HeldGradient
+from fullshard.fsdp.gradients import UnreducedGradient
 from fullshard.fsdp.plan_layout import plan_unit, replan
 from fullshard.fsdp.plan_model import find_sites
 from fullshard.fsdp.strategy import ShardingStrategy
@@ -147,7 +147,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watch.raise_failure()  # gradients summed without a lost rank must not be used
     watch.stepped()
     for group in optimizer.param_groups:
-        if any(isinstance(parameter.grad, HeldGradient) for parameter in group["params"]):
+        if any(isinstance(parameter.grad, UnreducedGradient) for parameter in group["params"]):
             raise FSDPError(
                 f"{type(optimizer).__name__}.step() while no_sync() holds gradients back: they have not been summed "
                 f"over the ranks. Call backward() of the last micro-batch outside no_sync() before the step"

@@ -50,9 +50,9 @@ class Engine:
     """Runs the units of one model."""
 
     def __init__(
-        self, units: list[Unit], means: EngineContext, settings: PrefetchSettings, before_pass: Callable[[], None]
+        self, units: list[Unit], context: EngineContext, settings: PrefetchSettings, before_pass: Callable[[], None]
     ) -> None:
-        self.units, self.means, self.settings = units, means, settings
+        self.units, self.context, self.settings = units, context, settings
         self.sync = True
         """Whether gradients are reduced at the end of a backward pass."""
         self.step = 0
@@ -164,7 +164,7 @@ class Engine:
             self.step = watch.begin_pass()
             self._first_step = min(self._first_step, self.step)
             if self.decides_copies and self.step == self._first_step + KEEP_AFTER:
-                self.keep_copies(_unused_memory(self.means.gather_link.device))
+                self.keep_copies(_unused_memory(self.context.gather_link.device))
         for unit in self.units:
             # Gathered values of an earlier pass whose graph was dropped, or whose shards have changed since.
             needed = unit in self.unsharded or self._live_calls(unit)
@@ -185,13 +185,13 @@ class Engine:
         if prefetch is not None:
             prefetch(unit)
         if unit.state is UnitState.GATHERING:
-            self.means.meter.at(self.step, unit.name, "gather")
+            self.context.meter.at(self.step, unit.name, "gather")
             unit.finish_gather()
-        self.means.meter.at(self.step, unit.name, operation)
+        self.context.meter.at(self.step, unit.name, operation)
         unit.show_gathered(self._as_global)
 
     def _start_gather(self, unit: Unit) -> None:
-        self.means.meter.at(self.step, unit.name, "gather")
+        self.context.meter.at(self.step, unit.name, "gather")
         unit.start_gather()
 
     def _end_forward(self, unit: Unit, outermost: bool, tracked: bool) -> None:
@@ -209,8 +209,8 @@ class Engine:
         for other in self.units:
             if other.state is UnitState.GATHERING or not tracked:
                 other.free()  # prefetched but not used, or without a backward
-        self.means.host.settle()  # from here on the host may write to its shards
-        self.means.meter.at(self.step, unit.name, "after forward")
+        self.context.host.settle()  # from here on the host may write to its shards
+        self.context.meter.at(self.step, unit.name, "after forward")
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -316,9 +316,9 @@ class Engine:
         self._unreduced.discard(unit)
         # At most one unit's gradients are reduced while the next unit's are computed.
         self._finish_reduction()
-        self.means.meter.at(self.step, unit.name, "reduce")
+        self.context.meter.at(self.step, unit.name, "reduce")
         self._reduction = Reduction(unit, average=not self._as_global)
-        self.means.meter.at(self.step, unit.name, "backward")
+        self.context.meter.at(self.step, unit.name, "backward")
 
     def _finish_reduction(self) -> None:
         pending, self._reduction = self._reduction, None
@@ -336,11 +336,11 @@ class Engine:
                 self._end_unit_backward(unit)  # held back earlier, and not part of this backward
         self._finish_reduction()
         self._prefetcher.end_backward()
-        self.means.host.settle()
+        self.context.host.settle()
         for unit in self.units:
             unit.free()
         watch.raise_failure()
-        self.means.meter.at(self.step, "", "after backward")
+        self.context.meter.at(self.step, "", "after backward")
 
     # --- between passes -----------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Engine:
             pending.wait()
         for unit in self.units:
             unit.free()
-        self.means.host.abandon()
+        self.context.host.abandon()
         for unit in self.units:
             for p in unit.parameters:
                 gradients.drop(p)
@@ -382,7 +382,7 @@ class Engine:
         self.start_unshard(unit)
         unit.finish_gather()
         unit.show_gathered(self._has_global_parameters)
-        self.means.host.settle()
+        self.context.host.settle()
 
     def reshard(self, units: Iterable[Unit]) -> None:
         """Free units that `unshard` has gathered, or that are kept after forward."""
@@ -404,9 +404,9 @@ class Engine:
     @contextlib.contextmanager
     def showing_shards(self) -> Iterator[None]:
         """Let modules hold their shards inside, even if they are gathered: for reading and writing parameters."""
-        self.means.host.settle()
+        self.context.host.settle()
         if self._reads_host:
-            accelerator.synchronize(self.means.gather_link.device)
+            accelerator.synchronize(self.context.gather_link.device)
         shown = [unit for unit in self.units if unit.shown]
         for unit in shown:
             unit.show_shards()

@@ -71,7 +71,7 @@ class FSDPv2(TorchMethods):
     @property
     def meter(self) -> Meter:
         """Counters of collectives, bytes and gathered memory."""
-        return self._fullshard_engine.means.meter
+        return self._fullshard_engine.context.meter
 
     # --- training ---------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class ShardedParameter:
         return self.local.is_meta
 
     @property
-    def held(self) -> int:
+    def local_numel(self) -> int:
         """The number of values of the parameter that this process holds."""
         return self.local.numel()
 

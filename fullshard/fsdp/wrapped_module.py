@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.config.errors import FSDPError, MeshError
 from fullshard.fsdp import checks, wrap
 from fullshard.fsdp.plan_layout import PlanInputs
-from fullshard.fsdp.plan_model import replica_axes, terms_of
+from fullshard.fsdp.plan_model import plan_inputs, replica_axes
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.spmd.mesh import Mesh
 
@@ -73,9 +73,9 @@ class Options:
         """The axes besides `fsdp` over which the batch is split."""
         return replica_axes(self.mesh, self.extra_data_axis)
 
-    def terms(self, *, point_to_point: bool) -> PlanInputs:
+    def inputs(self, *, point_to_point: bool) -> PlanInputs:
         """What the sharding plan depends on."""
-        return terms_of(
+        return plan_inputs(
             self.mesh, self.strategy, self.precision, self.extra_data_axis, self.small_bytes,
             point_to_point=point_to_point,
         )  # fmt: skip

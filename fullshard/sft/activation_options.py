@@ -32,14 +32,14 @@ class ActivationOptions:
     skip_plan: bool = False
     """Start without planning the run: one that cannot fit is not stopped, and plan.json is not written."""
     gradient_checkpointing: bool | str = option(
-        True, kind=bool, besides=memory_budget, given_as="true, false, auto, or a size such as 40GiB"
+        True, kind=bool, besides=memory_budget, metavar="true, false, auto, or a size such as 40GiB"
     )
     """Recompute activations in the backward pass instead of keeping them: in all layers (true), in none (false), or in
     no more than needed for the free memory of the GPU (auto) or for a peak of allocated memory (a size)."""
     use_reentrant: bool = False
     """Use the reentrant variant of gradient checkpointing."""
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(
-        None, kind=dict, given_as="use_reentrant=true or false, or JSON"
+        None, kind=dict, metavar="use_reentrant=true or false, or JSON"
     )
     """Options of gradient checkpointing, as transformers takes them: `use_reentrant`."""
     activation_offloading: bool = False

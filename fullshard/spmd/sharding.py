@@ -184,7 +184,7 @@ def layout_on(t: DTensor, mesh: Mesh, apart_from: Collection[str]) -> Layout | N
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:
     """This rank's shard as a plain tensor, padded with zeros so that all ranks have the same shape."""
-    mesh = given_or_global(mesh)
+    mesh = mesh_or_global(mesh)
     layout = Layout.of(mesh, partition_spec, shape_of(t))
     device_mesh, placements = torch_layout(layout, t.shape)
     t = unmarked(t)
@@ -224,7 +224,7 @@ def layout_of_shard(
 ) -> tuple[Layout, tuple[int, ...]]:
     """The layout of the tensor of which `t` is a shard, padded, and that tensor's shape."""
     full_shape = tuple(int(size) for size in full_shape)
-    layout = Layout.of(given_or_global(mesh), partition_spec, full_shape)
+    layout = Layout.of(mesh_or_global(mesh), partition_spec, full_shape)
     if tuple(t.shape) != layout.shard_shape(full_shape):
         raise LayoutError(
             f"the local tensor has shape {tuple(t.shape)}; a shard of a {full_shape} tensor with layout {layout} has "
@@ -233,7 +233,7 @@ def layout_of_shard(
     return layout, full_shape
 
 
-def given_or_global(mesh: Mesh | None) -> Mesh:
+def mesh_or_global(mesh: Mesh | None) -> Mesh:
     """The mesh of a call: the given one, else that of all calls."""
     mesh = mesh or get_global_mesh()
     if mesh is None:

@@ -39,7 +39,7 @@ def merge_adapter(
     base: str | Path | None = None,
     dtype: torch.dtype | str | None = None,
     dequantized: Any = None,
-    held_as: torch.dtype | str | None = None,
+    stored_as: torch.dtype | str | None = None,
     max_shard_size: int | str = "10GB",
     verify: bool = True,
     progress: bool = True,
@@ -51,7 +51,7 @@ def merge_adapter(
     - `dequantized`: by default a QLoRA adapter is merged into the weights before quantization. With the quantization
       of the run (a `BitsAndBytesConfig` or a mapping with its fields; True if the base is stored in 4 bits) it is
       merged into the dequantized weights, converted to `dtype`: the weights it was trained with.
-    - `held_as`: the dtype of the weights when the run quantized them; None for the base's.
+    - `stored_as`: the dtype of the weights when the run quantized them; None for the base's.
     - `max_shard_size`, `verify`, `progress`: as in `save_pretrained`.
     """
     from peft import PeftConfig
@@ -66,7 +66,7 @@ def merge_adapter(
     config, how = _read_base_config(where, dequantized)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_source(where))
-        stored_dtype = choose_dtype(held_as, config, source)
+        stored_dtype = choose_dtype(stored_as, config, source)
         plain = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
         if rows > plain.get_input_embeddings().weight.shape[0]:
             plain.resize_token_embeddings(rows, mean_resizing=False)

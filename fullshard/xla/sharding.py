@@ -18,7 +18,7 @@ from fullshard.device.torch_private import buffers_of, parameters_of
 from fullshard.distributed import runtime
 from fullshard.spmd import loader
 from fullshard.spmd.mesh import Mesh
-from fullshard.spmd.sharding import given_or_global, in_pairs, layout_of_shard, shape_of
+from fullshard.spmd.sharding import in_pairs, layout_of_shard, mesh_or_global, shape_of
 from fullshard.spmd.spec import Layout, PartitionSpec
 from fullshard.xla.tensor import (
     _compiler,
@@ -101,7 +101,7 @@ def _with_same_layout(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, t
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:
     """The shard of each device as a tensor that the compiler does not partition; padded, so that shapes are equal."""
-    sharded = mark_sharding_with_gradients(t, given_or_global(mesh), partition_spec)
+    sharded = mark_sharding_with_gradients(t, mesh_or_global(mesh), partition_spec)
     return _compiler._spmd_full_to_shard_shape(sharded)
 
 
