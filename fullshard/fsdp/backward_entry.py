@@ -75,7 +75,7 @@ class UnitCall:
 
 
 class CallGraph:
-    """Exists as long as autograd's graph of a call: only the hooks on the call's tensors refer to it."""
+    """An object that lives as long as autograd's graph of a call: only the hooks on the call's tensors refer to it."""
 
     def __init__(self, call: UnitCall):
         self.call = call

@@ -24,7 +24,7 @@ from fullshard.config.errors import FSDPError
 from fullshard.device import accelerator
 from fullshard.device.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
 from fullshard.distributed.watchdog import watch
-from fullshard.fsdp import backward_entry, gradients, reduction, uneven_batches
+from fullshard.fsdp import backward_entry, gradients, uneven_batches
 from fullshard.fsdp.backward_entry import CallGraph, UnitCall, in_backward
 from fullshard.fsdp.compile import Compiler
 from fullshard.fsdp.output import without_gathered_memory
@@ -310,7 +310,7 @@ class Engine:
         unit.free()
         self._prefetcher.backward_ends(unit)
         if not self.sync:
-            reduction.hold_back(unit)
+            gradients.hold_back(unit.parameters)
             self._unreduced.add(unit)
             return
         self._unreduced.discard(unit)

@@ -44,7 +44,7 @@ _LINEAR = {
 
 
 class UnreducedGradient(torch.Tensor):
-    """Has the shape, dtype and device of a shard's gradient, and holds this rank's term of the sum."""
+    """A gradient that `no_sync` holds back: this rank's term of the sum, in the shape and dtype of the shard's."""
 
     term: torch.Tensor
     """The whole gradient of this rank, in the dtype it will be reduced in."""
@@ -166,7 +166,8 @@ def unreduced_gradient(p: ShardedParameter) -> UnreducedGradient | None:
 
 
 def hold_back(parameters: Sequence[ShardedParameter]) -> None:
-    """Hold this rank's gradients back, in the dtype they will be summed in."""
+    """Under `no_sync`: hold this rank's gradients back, in the dtype they will be summed in."""
+    parameters = [p for p in parameters if p.plan.trainable]
     if p := next((p for p in parameters if hooks_on(p)), None):
         raise FSDPError(
             f"a hook on {p.plan.name} and no_sync(): hooks on parameters receive the gradient summed over the ranks, "

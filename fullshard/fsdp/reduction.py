@@ -15,11 +15,6 @@ from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.unit import Unit
 
 
-def hold_back(unit: Unit) -> None:
-    """Under `no_sync`: hold this rank's gradients back, in the dtype they will be summed in."""
-    gradients.hold_back([p for p in unit.parameters if p.plan.trainable])
-
-
 class Reduction:
     """The reduction of one unit's gradients, in progress.
 

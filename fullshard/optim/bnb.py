@@ -89,8 +89,8 @@ class OnShards:
         self.state[p] = state
 
     def to_gpu(self) -> None:
-        """bitsandbytes moves all state to the device before its first step. Here it is where it was made: with its
-        shard, or in paged memory."""
+        """Nothing: state stays where it was made, with its shard or in paged memory; bitsandbytes would move it to the
+        device before the first step."""
 
     def prefetch_state(self, p: nn.Parameter) -> None:
         """Start to copy paged state of this rank's shard to the device."""
