@@ -110,10 +110,10 @@ def _use_gloo_collectives(model: Any) -> None:
             ]
             return comm.Pending(works, self, lambda: [p.div_(self.size) for p in pieces], keep=wholes)
 
-    means = model._fullshard_engine.means
+    context = model._fullshard_engine.context
     for name in ("gather_link", "reduce_link"):
-        old = getattr(means, name)
-        setattr(means, name, GlooCollectives(old.group, old.watch, old.device, old.meter))
+        old = getattr(context, name)
+        setattr(context, name, GlooCollectives(old.group, old.watch, old.device, old.meter))
 
 
 class Job:

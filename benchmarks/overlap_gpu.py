@@ -218,7 +218,7 @@ def measure(case: dict[str, Any], size: argparse.Namespace, device: Any) -> dict
     job = Job(case, size, device)
     result: dict[str, Any] = {}
     if case["engine"] == "ours":
-        link = job.model._fullshard_engine.means.gather_link
+        link = job.model._fullshard_engine.context.gather_link
         result["through_host"] = bool(link.from_host)
     for _ in range(WARM_UP):
         loss = job.step()

@@ -146,7 +146,7 @@ def floor(model: Any, shape: dict[str, int], tokens: int) -> dict[str, float]:
     import fullshard.runtime as xr
 
     root, *layers = model._fullshard_engine.units
-    link, device = model._fullshard_engine.means.gather_link, xr.device()
+    link, device = model._fullshard_engine.context.gather_link, xr.device()
     moved = [p for p in layers[0].parameters if p.plan.gathers]
     whole = torch.empty(sum(p.plan.gathered_bytes for p in moved) // 2 * 2, dtype=torch.uint8, device=device)
     piece = torch.empty(whole.numel() // 2, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """The names of `torch_xla.core.xla_model`, so that programs for PyTorch/XLA run after changing their imports.
 
 PyTorch/XLA records operations until `mark_step`; the torch engine runs them immediately, so `mark_step` does nothing.
-Names without an equivalent raise an error that names the replacement (`xla_names.py`).
+Names without an equivalent raise an error that names the replacement (`distributed/guide_names.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A recomputed module's `forward` is a bound function of this file, the same one for all modules, so that modules of one
 class share their compiled code: `torch.compile` makes one variant for each way of recomputing. The engine recomputes;
-how the inputs of a recomputed module wait in host memory is in `activation_offload.py`.
+how the inputs of a recomputed module wait in host memory is in `offload.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inputs of recomputed modules wait in host memory until backward; copies both ways run beside compute.
+"""Activation offload: inputs of recomputed modules in host memory until backward; copies run beside compute.
 
 An input leaves while its module computes, and comes back while the backward of the module after it computes: at most
 two are on the device at a time. Host buffers are pinned once and used again in every step. All copies run on one side

@@ -50,13 +50,15 @@ class WritePlanner(SavePlanner):
         self._by_key = {(part.name, part.offsets): part.local for part in self._pieces}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        pass
+        """Nothing: the planner was made with the values of this rank."""
 
     def create_local_plan(self) -> SavePlan:
+        """This rank's part of the plan: its pieces, and digests of plain tensors."""
         digests = {part.name: _digest(part.local) for part in self._pieces if part.is_plain}
         return SavePlan([_write_item(part) for part in self._pieces], planner_data=(self.entries, digests))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The final plans of all ranks: a plain tensor that is the same on all is written by one."""
         digests = [plan.planner_data[1] for plan in all_plans]
         self.all_entries = [plan.planner_data[0] for plan in all_plans]
         known: dict[str, TensorStorageMetadata] = {}
@@ -86,9 +88,11 @@ class WritePlanner(SavePlanner):
         return plans, Metadata(state_dict_metadata=dict(known))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The final plan as it is."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The values of a piece."""
         assert write_item.index.offset is not None
         offsets = tuple(write_item.index.offset)
         piece = self._by_key.get((write_item.index.fqn, offsets))
@@ -136,9 +140,11 @@ class ReadPlanner(LoadPlanner):
         self._tensors = tensors
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Take the metadata of the checkpoint."""
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
+        """The pieces that this rank reads."""
         assert self._metadata is not None
         targets = (target for tensor in self._tensors for target in tensor.targets())
         self._targets = {(t.name, i): t for i, t in enumerate(targets)}
@@ -155,15 +161,19 @@ class ReadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans of all ranks, as they are."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The final plan as it is."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Refused: checkpoints hold tensors only."""
         raise AssertionError("checkpoints hold tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The memory that a piece is read into."""
         assert read_item.dest_index.index is not None
         target = self._targets[read_item.dest_index.fqn, read_item.dest_index.index].local
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
@@ -171,4 +181,4 @@ class ReadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+        """Nothing: the piece was read into its own memory."""

@@ -81,21 +81,25 @@ class CheckpointWriter(StorageWriter):
         self._scratch = threading.local()
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        pass
+        """Nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make the hidden directory, on the coordinating rank."""
         publish.stage("start")
         if is_coordinator:
             publish.make_directory(self.directory)
         publish.stage("directory")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's pieces to files of its own."""
         self.directory.mkdir(exist_ok=True)  # where the file system is not shared; `finish` detects that
         bundles = [bundle for bundle in _bundles(plan.items, _threads()) if bundle]
         name = f"rank{runtime.rank():05d}-{{}}.safetensors"
@@ -183,6 +187,7 @@ class CheckpointWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """True: any path will do."""
         return True
 
 
@@ -233,7 +238,7 @@ class CheckpointReader(StorageReader):
         self._scratch = threading.local()
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        pass
+        """Nothing: a reader reads one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The manifest as DCP metadata."""
@@ -249,15 +254,18 @@ class CheckpointReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+        """Nothing: the manifest was read already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's pieces into the memory that the planner names."""
         by_file: dict[int, list[tuple[ReadItem, PieceEntry]]] = {}
         for item in plan.items:
             piece = self._piece(item.storage_index)
@@ -322,6 +330,7 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """True: any path will do."""
         return True
 
 

@@ -68,7 +68,7 @@ class CheckpointManager:
         self.save_frozen, self.verify = save_frozen, verify
         self._protect = protect or (lambda step: False)
         self._signals = SignalListener(signals)
-        self._asked_to_stop = False
+        self._stop_requested = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._buffer = HostBuffer()
@@ -259,7 +259,7 @@ class CheckpointManager:
 
     def preempt(self) -> None:
         """Ask the job to stop, as a signal would. Calling it on one rank is enough."""
-        self._asked_to_stop = True
+        self._stop_requested = True
 
     def listen(self) -> None:
         """Handle signals from now on, so that one that arrives during the first step also leads to a save."""
@@ -269,12 +269,12 @@ class CheckpointManager:
         """Whether any rank was asked to stop. Call it once per step on every rank: all ranks get the same answer at the
         same step. Also raises the error of a failed background save."""
         self.listen()
-        stop = self._asked_to_stop or self._signals.seen is not None
+        stop = self._stop_requested or self._signals.seen is not None
         flags = any_of(PREEMPTED * stop + FAILED * (self._failure is not None), "preemption check")
         if flags & FAILED:
             self.join()
-        self._asked_to_stop |= bool(flags & PREEMPTED)
-        return self._asked_to_stop
+        self._stop_requested |= bool(flags & PREEMPTED)
+        return self._stop_requested
 
     def exit_if_preempted(self, step: int, state: Mapping[str, Any]) -> None:
         """If the job was asked to stop: save, wait until the save is published, and exit with `EXIT_PREEMPTED`."""

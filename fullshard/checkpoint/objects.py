@@ -33,9 +33,9 @@ from fullshard.checkpoint.shard_index import (
 from fullshard.config.errors import CheckpointError, UserError
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import describe_error
-from fullshard.spmd.marked import unmarked
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
+from fullshard.spmd.tensor import unmarked
 from fullshard.weights.safetensors_files import DTYPES
 
 LARGEST = 2**63

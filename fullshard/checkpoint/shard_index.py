@@ -23,10 +23,9 @@ from fullshard.config.errors import CheckpointError
 from fullshard.device.torch_private import DTensorSpec, TensorMeta, local_of, spec_of
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.engines import HostShards
-from fullshard.spmd.marked import unmarked
 from fullshard.spmd.redistribute import layout_of, torch_layout
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, unmarked
 from fullshard.weights.safetensors_files import DTYPE_NAMES, DTYPES
 
 SMALL = 4096

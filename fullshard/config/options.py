@@ -72,7 +72,7 @@ class Option:
     script_only: bool = False
     """Whether it is for scripts alone: no flag of a command and no key of its file, since the launcher has its own."""
     in_file: bool = True
-    given_as: str = ""
+    metavar: str = ""
     """The placeholder for the value in help and documentation, such as `PATH`."""
     besides: Callable[[str], str] | None = None
     """For a true-or-false option that takes other values too: reads one of them, or raises `ValueError`."""
@@ -98,7 +98,7 @@ class Option:
             bool: "true or false", int: "a whole number", float: "a number", str: "text",
             list: "a comma-separated list", tuple: "a comma-separated list", dict: "a mapping", object: "a value",
         }  # fmt: skip
-        return self.given_as or words[self.kind]
+        return self.metavar or words[self.kind]
 
 
 _about: dict[Any, dict[str, Any]] = {}

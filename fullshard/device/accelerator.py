@@ -258,12 +258,12 @@ class HostCopy:
 
     def __init__(self, value: torch.Tensor) -> None:
         self._copy = pinned(value.shape, value.dtype).copy_(value, non_blocking=True)
-        self._made = current_stream(value.device).record_event() if is_accelerator(value.device) else None
+        self._event = current_stream(value.device).record_event() if is_accelerator(value.device) else None
 
     def read(self) -> list[float]:
         """The values."""
-        if self._made is not None:
-            self._made.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         return self._copy.tolist()
 
 

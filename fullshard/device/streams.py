@@ -52,6 +52,7 @@ class StreamWork(AsyncWork):
         self._end: torch.Event | None = None
 
     def keep(self, *tensors: Any) -> None:
+        """Keep tensors alive until the work is joined, where there are side streams."""
         if self._streams:
             super().keep(*tensors)
 

@@ -42,8 +42,8 @@ Attributes of other libraries that fullshard replaces, and why nothing else does
   for a value that all ranks have, and asks nothing where it remembers the layouts.
 - `__add__`, `__sub__`, `__mul__`, `__truediv__` of `DTensor` and their reflected forms, by `spmd.dtensor_fixes`: a
   sharded penalty joins a rank's loss there, above autograd.
-- `torch.optim._muon.muon`, by `fsdp.muon`: `torch.optim.Muon` has no hook between momentum and orthogonalization, which
-  needs the whole matrix.
+- `torch.optim._muon.muon`, by `optim.sharded`: `torch.optim.Muon` has no hook between momentum and orthogonalization,
+  which needs the whole matrix.
 - `peft.tuners.lora.layer.ParamWrapper.forward`, by `quant.expert_adapters`: PEFT adds the adapters of all experts to
   their dense weights there. Wrappers around anything else run PEFT's forward.
 - `torch.nn.functional.scaled_dot_product_attention`, `dropout`, `grouped_mm` and `torch.bincount`, by
@@ -211,7 +211,8 @@ def layout_chooser() -> Callable[..., Any]:
     """Where torch chooses the layouts of an operator on DTensors, `(op, args, kwargs, info, …)`, unless it remembers
     them. What it returns instead of layouts is the result, and nothing is remembered. 2.11, 2.13. torch takes a rank's
     loss beside a DTensor for a value that all ranks have, without a message."""
-    choose: Callable[..., Any] = _dispatcher()._propagate_op_sharding_dispatch_slow_path
+    # None where torch is too old for sharded tensors: there the package can be imported, not used.
+    choose: Any = getattr(_dispatcher(), "_propagate_op_sharding_dispatch_slow_path", None)
     return choose
 
 

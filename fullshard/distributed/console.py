@@ -24,4 +24,5 @@ class Terminal(Console):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
     def show_cursor(self, show: bool = True) -> bool:
+        """Nothing: the cursor stays visible."""
         return False

@@ -223,18 +223,18 @@ class Engine(Protocol):
 
 # --- which engine -----------------------------------------------------------------------------------------------------
 
-_made_by: dict[str, Callable[[], Engine]] = {}
+_factories: dict[str, Callable[[], Engine]] = {}
 
 
 def register(**engines: Callable[[], Engine]) -> None:
     """Set how each engine is made, by its name. The package's `__init__` calls this."""
-    _made_by.update(engines)
+    _factories.update(engines)
 
 
 @functools.cache
 def current() -> Engine:
     """The engine of this process. Raises where none can be offered."""
-    return _made_by[choose(os.environ, _version("torch"), _version("torch_xla"))]()
+    return _factories[choose(os.environ, _version("torch"), _version("torch_xla"))]()
 
 
 def require(feature: str, what: str) -> None:

@@ -72,7 +72,7 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
         set_group_timeout(group, timedelta(seconds=seconds))
 
 
-_made: dict[tuple[int, ...], int] = {}
+_counts: dict[tuple[int, ...], int] = {}
 
 
 def new_group(ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
@@ -83,7 +83,7 @@ def new_group(ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
     the number of groups of these ranks.
     """
     disable_nccl_abort(str(options.get("backend") or dist.get_backend_config()))
-    number = _made[ranks] = _made.get(ranks, 0) + 1
+    number = _counts[ranks] = _counts.get(ranks, 0) + 1
     name = f"fullshard/{short_name(ranks)}/{number}"
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False  # `Mesh` refuses such orders if torch lacks this

@@ -2,7 +2,7 @@
 
 Accessing one of them through `xr`, `xm`, `xs` or one of `MODULES` (`import fullshard.pl as pl`) raises an
 `AttributeError` that names the replacement, so `hasattr` returns False. Any other unknown name raises Python's usual
-error. On the XLA engine some of these names, and all of `MODULES`, are PyTorch/XLA's own (`xla/upstream_names.py`).
+error. On the XLA engine some of these names, and all of `MODULES`, are PyTorch/XLA's own (`xla/engine.py`).
 """
 
 from __future__ import annotations
@@ -174,10 +174,12 @@ class ModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a module of `MODULES`; None for any other."""
         package, _, name = fullname.partition(".")
         return importlib.machinery.ModuleSpec(fullname, self) if package == "fullshard" and name in MODULES else None
 
     def exec_module(self, module: ModuleType) -> None:
+        """Let the module refuse its names by name."""
         known_as = module.__name__.rpartition(".")[2]
         vars(module)["__getattr__"] = functools.partial(find_guide_name, module.__name__, known_as)
 

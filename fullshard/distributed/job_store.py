@@ -189,10 +189,12 @@ class SignedPickler:
         self._file = file
 
     def dump(self, value: Any) -> None:
+        """Write an object behind its signature."""
         data = pickle.dumps(value)
         self._file.write(_tag(job_secret(), b"object", attempt().encode(), data) + data)
 
     def load(self) -> Any:
+        """Read an object; raises if its signature is wrong."""
         signed = self._file.read()
         tag, data = signed[:TAG], signed[TAG:]
         if not hmac.compare_digest(tag, _tag(job_secret(), b"object", attempt().encode(), data)):

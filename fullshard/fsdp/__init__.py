@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from fullshard.activations.checkpointing import checkpoint_module
     from fullshard.fsdp.module import FSDPv2, SpmdFullyShardedDataParallel
     from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
-    from fullshard.fsdp.policy import (
+    from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+    from fullshard.fsdp.wrap import (
         always_wrap_policy,
         lambda_auto_wrap_policy,
         size_based_auto_wrap_policy,
         transformer_auto_wrap_policy,
     )
-    from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
 __all__ = [
     "BackwardPrefetch",
@@ -37,7 +37,7 @@ _find, __dir__ = lazy_names(
     __name__,
     {
         **dict.fromkeys(("ParameterPlan", "ShardingPlan", "UnitPlan"), "plan"),
-        **dict.fromkeys([name for name in __all__ if name.endswith("_policy")], "policy"),
+        **dict.fromkeys([name for name in __all__ if name.endswith("_policy")], "wrap"),
         **dict.fromkeys(("BackwardPrefetch", "MixedPrecision", "ShardingStrategy"), "strategy"),
     },
 )

@@ -40,11 +40,13 @@ KEPT = 16
 class UnitCall:
     """One call of a unit that may have a backward. It keeps neither autograd's graph nor the model alive."""
 
-    def __init__(self, unit: Unit, ticket: int, as_global: bool, weight: float):
+    def __init__(self, unit: Unit, order: int, as_global: bool, weight: float):
         self._unit = weakref.ref(unit)
-        self.ticket, self.as_global, self.weight = ticket, as_global, weight
-        self.end = ticket
-        """A ticket above those of all calls made inside this one."""
+        self.as_global, self.weight = as_global, weight
+        self.order = order
+        """Its place among all calls of units."""
+        self.end = order
+        """A number above the `order` of all calls inside this one."""
         self.casts = unit.casts
         self.first = next_sequence_nr()
         """Autograd's number of the first operation during the call."""
@@ -57,7 +59,7 @@ class UnitCall:
         self.inner_outputs: set[int] = set()
         """The outputs of those."""
         self.graph: weakref.ref[CallGraph] | None = None
-        self.on_entry: weakref.WeakMethod[Callable[[UnitCall], None]] | None = None
+        self.on_inner_grad: weakref.WeakMethod[Callable[[UnitCall], None]] | None = None
         """Called when backward enters it at a tensor that is not one of its outputs."""
 
     @property
@@ -73,7 +75,7 @@ class UnitCall:
 
 
 class CallGraph:
-    """Exists as long as autograd's graph of a call: only the hooks on the call's tensors refer to it."""
+    """An object that lives as long as autograd's graph of a call: only the hooks on the call's tensors refer to it."""
 
     def __init__(self, call: UnitCall):
         self.call = call
@@ -100,9 +102,9 @@ def inside_a_call() -> bool:
     return bool(_calls.open)
 
 
-def begin(call: UnitCall, on_entry: weakref.WeakMethod[Callable[[UnitCall], None]]) -> None:
+def begin(call: UnitCall, on_inner_grad: weakref.WeakMethod[Callable[[UnitCall], None]]) -> None:
     """Record the start of a call; `end` must follow, also if the call raises."""
-    call.on_entry = on_entry
+    call.on_inner_grad = on_inner_grad
     if not _calls.open:
         _drop_old_calls()
     _siblings().append(call)
@@ -200,8 +202,8 @@ def _hook_entry(node: Any, come_from: list[UnitCall]) -> float:
 
 def _enter_all(calls: list[UnitCall], grads: Any) -> None:
     for call in calls:
-        if call.on_entry is not None and (on_entry := call.on_entry()) is not None:
-            on_entry(call)
+        if call.on_inner_grad is not None and (on_inner_grad := call.on_inner_grad()) is not None:
+            on_inner_grad(call)
 
 
 def _multiply(index: int, factor: float, grads: Sequence[Any], _: Any) -> tuple[Any, ...]:

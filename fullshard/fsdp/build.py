@@ -6,7 +6,7 @@ If the module contains wrapped modules, their units join the new engine, which f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,28 +21,19 @@ from fullshard.distributed import groups, runtime
 from fullshard.distributed.watchdog import watch as watching
 from fullshard.distributed.watchdog.watch import watch_for
 from fullshard.fsdp import backward_entry, checks, shard
-from fullshard.fsdp import policy as policies
 from fullshard.fsdp.comm import Collectives, Link
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.engine import Engine
-from fullshard.fsdp.extended_class import WrappedModule, extended_class
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
-from fullshard.fsdp.plan_layout import PlanInputs
-from fullshard.fsdp.plan_model import (
-    AlreadySharded,
-    plan_model,
-    replica_axes,
-    tensor_parallel_layout,
-    terms_of,
-    with_children,
-)
+from fullshard.fsdp.plan_model import AlreadySharded, plan_model, tensor_parallel_layout, with_children
 from fullshard.fsdp.point_to_point import PointToPoint
 from fullshard.fsdp.prefetch import PrefetchSettings
-from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.fsdp.unit import EngineContext, Unit
+from fullshard.fsdp.wrapped_module import Options, WrappedModule, choose_units, extended_class, wrapped_inside
 from fullshard.spmd.dtensor_fixes import draw_global_where_needed
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
@@ -105,68 +96,26 @@ def _communicators() -> dict[Any, _Communicator]:
     return _cache[1]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The user's options, validated."""
-
-    mesh: Mesh
-    shard_output: Callable[[Any, Mesh], Any] | None
-    extra_data_axis: str | None
-    strategy: ShardingStrategy
-    precision: MixedPrecision
-    cpu_offload: bool
-    forward_prefetch: bool
-    backward_prefetch: BackwardPrefetch
-    gathers_in_flight: int
-    ignored: set[nn.Module]
-    param_init_fn: Callable[[nn.Module], Any] | None
-    sync_module_states: bool | None
-    timeout: float | None
-    small_bytes: int | None
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """The axes besides `fsdp` over which the batch is split."""
-        return replica_axes(self.mesh, self.extra_data_axis)
-
-    def terms(self, *, point_to_point: bool) -> PlanInputs:
-        """What the sharding plan depends on."""
-        return terms_of(
-            self.mesh, self.strategy, self.precision, self.extra_data_axis, self.small_bytes,
-            point_to_point=point_to_point, offload=self.cpu_offload,
-        )  # fmt: skip
-
-
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def assemble(
-    root: nn.Module,
-    options: Options,
-    auto_wrap_policy: Any,
-    auto_wrapper_callable: Callable[..., Any] | None,
-    wrapper_options: dict[str, Any],
-    wrapped_class: type[WrappedModule],
-) -> None:
+def assemble(root: nn.Module, options: Options, wrapped_class: type[WrappedModule]) -> None:
     """Make the module's units and its engine, and extend the classes of the modules that are units."""
     checks.check_strategy(options.strategy, options.mesh, options.replica_axes)
     if options.gathers_in_flight < 0:
         raise FSDPError(f"gathers_in_flight={options.gathers_in_flight}: expected 0 or more")
     runtime.use_spmd()
     runtime.announce_transport()
-    chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), options.ignored)
-    if auto_wrapper_callable is not None and chosen:
-        policies.wrap_chosen(root, chosen, auto_wrapper_callable, options.mesh, wrapper_options)
-        chosen = []
+    chosen = choose_units(root, options)
     inner_units = [unit for engine in _inner_engines(root, options) for unit in engine.units]
     ignored = with_children(options.ignored)
-    means = _means(options)
+    context = _context(options)
     sync = _materialize(root, options, ignored)
     plan = _make_plan(root, chosen, inner_units, options, ignored)
-    units = _make_units(root, plan, inner_units, options, means, sync, ignored)
+    units = _make_units(root, plan, inner_units, options, context, sync, ignored)
     shard.place_buffers(root, options.mesh, ignored, options.precision.buffer_dtype, sync)
     settings = PrefetchSettings(options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight)
-    engine = Engine(units, means, settings, before_pass=checks.BeforePass(root, units, ignored))
+    engine = Engine(units, context, settings, before_pass=checks.BeforePass(root, units, ignored))
     for unit in units:
         if unit in inner_units:
             unit.module._fullshard_engine = engine
@@ -198,7 +147,7 @@ def _attach(unit: Unit, engine: Engine, options: Options, shard_output: Any) -> 
     module._fullshard_output = OutputRule(shard_output, options.mesh, (*options.replica_axes, "fsdp"))
 
 
-def _means(options: Options) -> EngineContext:
+def _context(options: Options) -> EngineContext:
     meter, device = Meter(), runtime.device()
     reduce_stream = SideStream(device)
     return EngineContext(
@@ -213,19 +162,11 @@ def _means(options: Options) -> EngineContext:
 
 
 def _inner_engines(root: nn.Module, options: Options) -> list[Engine]:
-    engines: dict[int, Engine] = {}
-    for name, module in root.named_modules():
-        engine = getattr(module, "_fullshard_engine", None)
-        if engine is None:
-            continue
-        if module._fullshard_mesh != options.mesh:
-            raise MeshError(
-                f"{name} is wrapped over {module._fullshard_mesh} and the module around it over {options.mesh}; use "
-                f"one mesh for both"
-            )
-        engines[id(engine)] = engine
+    inner: list[Any] = wrapped_inside(root, options.mesh)
+    engines = list({id(module._fullshard_engine): module._fullshard_engine for module in inner}.values())
+    for engine in engines:
         engine.reset()  # its own meter counts what it has gathered
-    return list(engines.values())
+    return engines
 
 
 def _earlier(root: nn.Module, inner_units: list[Unit]) -> dict[int, ShardedParameter]:
@@ -242,8 +183,8 @@ def _make_plan(
 ) -> ShardingPlan:
     homes = {id(p): AlreadySharded(p.plan, unit.module) for unit in inner_units for p in unit.parameters}
     earlier = {key: homes[id(p)] for key, p in _earlier(root, inner_units).items()}
-    terms = options.terms(point_to_point=uses_point_to_point(dist.group.WORLD))
-    return plan_model(root, chosen, terms, ignored, earlier, {unit.module for unit in inner_units})
+    inputs = options.inputs(point_to_point=uses_point_to_point(dist.group.WORLD))
+    return plan_model(root, chosen, inputs, ignored, earlier, {unit.module for unit in inner_units})
 
 
 def _make_units(
@@ -251,7 +192,7 @@ def _make_units(
     plan: ShardingPlan,
     inner_units: list[Unit],
     options: Options,
-    means: EngineContext,
+    context: EngineContext,
     sync: bool,
     ignored: set[nn.Module],
 ) -> list[Unit]:
@@ -272,11 +213,11 @@ def _make_units(
             output_dtype = options.precision.output_dtype if module is root else None
             keeps = options.strategy.keeps_after_forward
             unit = Unit(
-                unit_plan, index, means, holds_units, module, parameters, options.precision, keeps, output_dtype
+                unit_plan, index, context, holds_units, module, parameters, options.precision, keeps, output_dtype
             )
         else:
             unit.parameters = parameters
-            unit.join(unit_plan, index, means, holds_units)
+            unit.join(unit_plan, index, context, holds_units)
             if unit.precision == options.precision:
                 unit.output_dtype = None  # one model in one precision, however it was wrapped: its root casts
         units.append(unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,15 +14,14 @@ from fullshard.config.errors import FSDPError, MeshError
 from fullshard.device.torch_private import in_functorch, saved_tensors_are_mutable
 from fullshard.distributed.foreign_wrappers import refuse_foreign_wrappers
 from fullshard.distributed.watchdog import watch
-from fullshard.fsdp import policy as policies
 from fullshard.fsdp import shard
-from fullshard.fsdp.gradients import HeldGradient
+from fullshard.fsdp.gradients import UnreducedGradient
 from fullshard.fsdp.plan_layout import plan_unit, replan
 from fullshard.fsdp.plan_model import find_sites
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.fsdp.unit import Unit
-from fullshard.optim import sharded
-from fullshard.optim.sharded import share_muon
+from fullshard.fsdp.wrap import NO_FORWARD
+from fullshard.optim import sharded as sharded_optimizers
 from fullshard.spmd.mesh import Mesh, data_mesh, get_global_mesh
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
 
@@ -65,11 +64,7 @@ def check_module(module: Any, wrapped_class: type, auto_wrap_policy: Any) -> Non
         raise FSDPError(f"FSDPv2 wraps an nn.Module, not {type(module).__name__}")
     if isinstance(module, wrapped_class):
         raise FSDPError(f"this {type(module).__name__} is already wrapped; wrap a module once")
-    if (
-        type(module).forward is nn.Module.forward
-        and "forward" not in module.__dict__
-        or isinstance(module, policies.NO_FORWARD)
-    ):
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__ or isinstance(module, NO_FORWARD):
         raise FSDPError(
             f"{type(module).__name__} has no forward, so FSDPv2 would never see it run; wrap its members, or the "
             f"module that calls them"
@@ -114,7 +109,8 @@ class BeforePass:
                 "forward calls the transform, wrapped without units inside it"
             )
         if self.first:
-            self._refuse_new_parameters()
+            sharded_before = [p.shard for unit in self.units for p in unit.parameters]
+            refuse_new_parameters(self.root, self.ignored, sharded_before)
             self.first = False
         for unit in self.units:
             changed = [p for p in unit.parameters if p.adopt()]
@@ -122,14 +118,16 @@ class BeforePass:
                 plans = [replan(p.plan, p.shard.dtype, p.shard.requires_grad, unit.precision) for p in unit.parameters]
                 unit.follow(plan_unit(unit.plan.name, unit.plan.module, plans))
 
-    def _refuse_new_parameters(self) -> None:
-        known = {id(p.shard) for unit in self.units for p in unit.parameters}
-        for parameter, names, _ in find_sites(self.root, self.ignored):
-            if id(parameter) not in known and not is_sharded(parameter):
-                raise FSDPError(
-                    f"parameter {names[0]} was added after the module was wrapped, so it is not sharded and would "
-                    f"drift apart between ranks; add parameters (adapters, new heads) before FSDPv2(…)"
-                )
+
+def refuse_new_parameters(root: nn.Module, ignored: set[nn.Module], sharded: Iterable[nn.Parameter]) -> None:
+    """Refuse parameters of a wrapped model that are neither ignored nor sharded."""
+    expected = {id(p) for p in sharded}
+    for parameter, names, _ in find_sites(root, ignored):
+        if id(parameter) not in expected and not is_sharded(parameter):
+            raise FSDPError(
+                f"parameter {names[0]} was added after the module was wrapped, so it is not sharded and would "
+                f"drift apart between ranks; add parameters (adapters, new heads) before FSDPv2(…)"
+            )
 
 
 PART_OF_ANOTHER = "_fullshard_part"
@@ -140,7 +138,7 @@ PART_OF_ANOTHER = "_fullshard_part"
 def check_optimizers() -> None:
     """Check every optimizer before its steps. Once per process."""
     register_optimizer_step_pre_hook(_check_optimizer)
-    share_muon()
+    sharded_optimizers.share_muon()
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -149,7 +147,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watch.raise_failure()  # gradients summed without a lost rank must not be used
     watch.stepped()
     for group in optimizer.param_groups:
-        if any(isinstance(parameter.grad, HeldGradient) for parameter in group["params"]):
+        if any(isinstance(parameter.grad, UnreducedGradient) for parameter in group["params"]):
             raise FSDPError(
                 f"{type(optimizer).__name__}.step() while no_sync() holds gradients back: they have not been summed "
                 f"over the ranks. Call backward() of the last micro-batch outside no_sync() before the step"
@@ -157,12 +155,12 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not getattr(optimizer, "_fullshard_checked", False):
         _check_once(optimizer)
         optimizer._fullshard_checked = True
-    sharded.prepare_step(optimizer)
+    sharded_optimizers.prepare_step(optimizer)
 
 
 def _check_once(optimizer: Any) -> None:
     refuse_replaced(optimizer)
-    sharded.refuse_unable(optimizer)
+    sharded_optimizers.refuse_unable(optimizer)
     _check_lists(optimizer)
 
 

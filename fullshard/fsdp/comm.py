@@ -1,6 +1,6 @@
 """Communication between ranks along a mesh axis: all-gather, reduce-scatter, all-reduce.
 
-A `Link` is this rank's connection to the others along one axis, for one purpose. `communicators.py` makes links;
+A `Link` is this rank's connection to the others along one axis, for one purpose. `build.py` makes links;
 `unit.py` and `reduction.py` decide which tensors are sent. The links here use collectives (NCCL, and every backend but
 Gloo); those for Gloo are in `point_to_point.py`.
 """
@@ -94,6 +94,7 @@ class Collectives(Link):
     """
 
     def gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], unit: int) -> Pending:
+        """All-gather, a collective per pair."""
         with self._coalesced() as issued:
             for whole, piece in pairs:
                 issued.append(_all_gather(whole.view(-1), piece.view(-1), group=self.group, async_op=True))
@@ -101,6 +102,7 @@ class Collectives(Link):
         return Pending(issued, self, keep=pairs)
 
     def scatter_sum(self, wholes: Sequence[torch.Tensor], average: bool, unit: int) -> Pending:
+        """Reduce-scatter, a collective per tensor."""
         pieces = [w.new_empty(w.numel() // self.size) for w in wholes]
         works: list[Any] = []
         for pairs in _by_dtype(list(zip(pieces, wholes, strict=True))):
@@ -113,6 +115,7 @@ class Collectives(Link):
         return Pending(works, self, lambda: pieces, keep=wholes)
 
     def sum(self, values: Sequence[torch.Tensor], average: bool, unit: int) -> Pending:
+        """All-reduce, a collective per tensor."""
         works: list[Any] = []
         for those in _by_dtype([(value,) for value in values]):
             with self._coalesced() as issued:

@@ -24,7 +24,7 @@ from fullshard.config.errors import FSDPError
 from fullshard.device import accelerator
 from fullshard.device.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
 from fullshard.distributed.watchdog import watch
-from fullshard.fsdp import backward_entry, gradients, reduction, uneven_batches
+from fullshard.fsdp import backward_entry, gradients, uneven_batches
 from fullshard.fsdp.backward_entry import CallGraph, UnitCall, in_backward
 from fullshard.fsdp.compile import Compiler
 from fullshard.fsdp.output import without_gathered_memory
@@ -43,16 +43,16 @@ class _Backward:
     """One run of autograd's engine; re-entrant checkpointing nests them."""
 
     reached: dict[Unit, int] = field(default_factory=dict)
-    """Units whose backward has begun and is not over, with the lowest ticket reached."""
+    """Units whose backward has begun and is not over, with the `order` of the earliest call reached."""
 
 
 class Engine:
     """Runs the units of one model."""
 
     def __init__(
-        self, units: list[Unit], means: EngineContext, settings: PrefetchSettings, before_pass: Callable[[], None]
+        self, units: list[Unit], context: EngineContext, settings: PrefetchSettings, before_pass: Callable[[], None]
     ) -> None:
-        self.units, self.means, self.settings = units, means, settings
+        self.units, self.context, self.settings = units, context, settings
         self.sync = True
         """Whether gradients are reduced at the end of a backward pass."""
         self.step = 0
@@ -84,19 +84,19 @@ class Engine:
         self._stack: list[Unit] = []
         """The units whose forward is running, outermost first."""
         self._prefetcher = Prefetcher(units, settings, self._start_gather)
-        self._tickets = itertools.count()
+        self._order = itertools.count()
         """Numbers the calls of units in their order."""
         self._graphs: dict[Unit, list[weakref.ref[CallGraph]]] = {}
         self._backwards: dict[int, _Backward] = {}
         self._reduction: Reduction | None = None
         """The reduction in progress, if any."""
-        self._held: set[Unit] = set()
+        self._unreduced: set[Unit] = set()
         """Units whose gradients `no_sync` holds back."""
-        self._on_entry: weakref.WeakMethod[Callable[[UnitCall], None]] = weakref.WeakMethod(self._at_entry)
+        self._inner_grad_hook: weakref.WeakMethod[Callable[[UnitCall], None]] = weakref.WeakMethod(self._on_inner_grad)
         backward_entry.engines.add(self)
         for unit in units:
             for p in unit.parameters:
-                p.on_gradient = partial(self.compiler.uncompiled, self._at_gradient, unit)
+                p.on_gradient = partial(self.compiler.uncompiled, self._on_parameter_grad, unit)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -109,17 +109,17 @@ class Engine:
         if outermost:
             self._begin_pass(args, kwargs)
         self._stack.append(unit)
-        call = UnitCall(unit, next(self._tickets), self._as_global, self._batch_weight(outermost))
+        call = UnitCall(unit, next(self._order), self._as_global, self._batch_weight(outermost))
         # A recomputation may run in another thread, which numbers operations separately. Backward enters it through
         # its outputs only.
         recorded = torch.is_grad_enabled() and not recompute
         if recorded:
-            backward_entry.begin(call, self._on_entry)
+            backward_entry.begin(call, self._inner_grad_hook)
         try:
             self._make_ready(unit, "forward", None if recompute else self._prefetcher.forward_begins)
             args, kwargs, inputs = _prepare_inputs(call, args, kwargs, recorded)
             # Recorded before the call, which may put tensors of its own into its inputs, such as a cache.
-            made_by = [(t, t.grad_fn) for t in inputs]
+            inputs_before = [(t, t.grad_fn) for t in inputs]
             output = without_gathered_memory(unit, output_rule(forward(*args, **kwargs), self._as_global))
             output = cast_tensors(output, unit.output_dtype)
             if outermost:
@@ -134,7 +134,7 @@ class Engine:
                 unit.free()
             raise
         self._stack.pop()
-        tracked = torch.is_grad_enabled() and self._hook(call, made_by, output)
+        tracked = torch.is_grad_enabled() and self._hook(call, inputs_before, output)
         if recorded:
             backward_entry.end(call)
         if not recompute:
@@ -164,7 +164,7 @@ class Engine:
             self.step = watch.begin_pass()
             self._first_step = min(self._first_step, self.step)
             if self.decides_copies and self.step == self._first_step + KEEP_AFTER:
-                self.keep_copies(_unused_memory(self.means.gather_link.device))
+                self.keep_copies(_unused_memory(self.context.gather_link.device))
         for unit in self.units:
             # Gathered values of an earlier pass whose graph was dropped, or whose shards have changed since.
             needed = unit in self.unsharded or self._live_calls(unit)
@@ -185,13 +185,13 @@ class Engine:
         if prefetch is not None:
             prefetch(unit)
         if unit.state is UnitState.GATHERING:
-            self.means.meter.at(self.step, unit.name, "gather")
+            self.context.meter.at(self.step, unit.name, "gather")
             unit.finish_gather()
-        self.means.meter.at(self.step, unit.name, operation)
+        self.context.meter.at(self.step, unit.name, operation)
         unit.show_gathered(self._as_global)
 
     def _start_gather(self, unit: Unit) -> None:
-        self.means.meter.at(self.step, unit.name, "gather")
+        self.context.meter.at(self.step, unit.name, "gather")
         unit.start_gather()
 
     def _end_forward(self, unit: Unit, outermost: bool, tracked: bool) -> None:
@@ -209,8 +209,8 @@ class Engine:
         for other in self.units:
             if other.state is UnitState.GATHERING or not tracked:
                 other.free()  # prefetched but not used, or without a backward
-        self.means.host.settle()  # from here on the host may write to its shards
-        self.means.meter.at(self.step, unit.name, "after forward")
+        self.context.host.settle()  # from here on the host may write to its shards
+        self.context.meter.at(self.step, unit.name, "after forward")
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -221,39 +221,39 @@ class Engine:
         hooks: a leaf belongs to others and outlives the call, and the gradient of an input that is returned unchanged
         is complete only when the call's backward is over.
         """
-        call.end = next(self._tickets)
-        unchanged = {id(t) for t, made_by in inputs if t.grad_fn is made_by}
+        call.end = next(self._order)
+        unchanged = {id(t) for t, producer in inputs if t.grad_fn is producer}
         outputs = {id(t): t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in unchanged}
         call.outputs = frozenset(sequence_nr(t.grad_fn) for t in outputs.values() if t.grad_fn is not None)
         graph = CallGraph(call)
         for t in outputs.values():
-            t.register_hook(partial(self.compiler.uncompiled, self._at_output, graph))
+            t.register_hook(partial(self.compiler.uncompiled, self._on_output_grad, graph))
         if not outputs:
             return False
         for t in {id(t): t for t, _ in inputs}.values():
             if t.grad_fn is not None and id(t) not in outputs:
-                t.register_hook(partial(self.compiler.uncompiled, self._at_input, graph))
+                t.register_hook(partial(self.compiler.uncompiled, self._on_input_grad, graph))
         live = [ref for ref in self._graphs.get(call.unit, []) if ref() is not None]
         self._graphs[call.unit] = [*live, weakref.ref(graph)]
         return True
 
     def _live_calls(self, unit: Unit) -> list[int]:
-        """The tickets of the unit's calls whose graph still exists."""
-        return [graph.call.ticket for ref in self._graphs.get(unit, []) if (graph := ref()) is not None]
+        """The `order` of each of the unit's calls whose graph still exists."""
+        return [graph.call.order for ref in self._graphs.get(unit, []) if (graph := ref()) is not None]
 
-    def _at_output(self, graph: CallGraph, grad: torch.Tensor) -> None:
+    def _on_output_grad(self, graph: CallGraph, grad: torch.Tensor) -> None:
         self._begin_backward(graph.call)
 
-    def _at_entry(self, call: UnitCall) -> None:
+    def _on_inner_grad(self, call: UnitCall) -> None:
         """Backward enters a call at a tensor that is not one of its outputs."""
         self.compiler.uncompiled(self._begin_backward, call)
 
-    def _at_input(self, graph: CallGraph, grad: torch.Tensor) -> None:
+    def _on_input_grad(self, graph: CallGraph, grad: torch.Tensor) -> None:
         call, backward = graph.call, self._backwards.get(current_graph_task_id())
         if backward is not None and call.unit in backward.reached:
-            self._end_backward_above(backward, call.ticket - 1)
+            self._end_backward_above(backward, call.order - 1)
 
-    def _at_gradient(self, unit: Unit) -> None:
+    def _on_parameter_grad(self, unit: Unit) -> None:
         """A parameter has got a gradient. If none has arrived at the unit's outputs, the loss was computed from a
         tensor that left the unit in another way: an attribute, a list, a hook."""
         for backward in self._backwards.values():
@@ -272,9 +272,9 @@ class Engine:
         if torch.is_grad_enabled():
             self._refuse_create_graph(call.unit)
         backward = self._current_backward()
-        if backward.reached.get(call.unit, call.ticket + 1) <= call.ticket and call.unit.shown:
+        if backward.reached.get(call.unit, call.order + 1) <= call.order and call.unit.shown:
             return  # another output of the same call
-        backward.reached[call.unit] = min(call.ticket, backward.reached.get(call.unit, call.ticket))
+        backward.reached[call.unit] = min(call.order, backward.reached.get(call.unit, call.order))
         self._as_global = call.as_global
         self._end_backward_above(backward, call.end)  # the backward of calls inside this one is still to come
         if call.casts != call.unit.casts:
@@ -299,10 +299,10 @@ class Engine:
             f"and returns the penalty, wrapped without units inside it"
         )
 
-    def _end_backward_above(self, backward: _Backward, ticket: int) -> None:
-        """Reduce and free the units whose backward is over: those that no call up to `ticket` needs."""
+    def _end_backward_above(self, backward: _Backward, order: int) -> None:
+        """Reduce and free the units whose backward is over: those that no call up to `order` needs."""
         for unit, reached in sorted(backward.reached.items(), key=lambda item: -item[1]):
-            if reached > ticket and all(live >= reached for live in self._live_calls(unit)):
+            if reached > order and all(live >= reached for live in self._live_calls(unit)):
                 del backward.reached[unit]
                 self._end_unit_backward(unit)
 
@@ -310,15 +310,15 @@ class Engine:
         unit.free()
         self._prefetcher.backward_ends(unit)
         if not self.sync:
-            reduction.hold_back(unit)
-            self._held.add(unit)
+            gradients.hold_back(unit.parameters)
+            self._unreduced.add(unit)
             return
-        self._held.discard(unit)
+        self._unreduced.discard(unit)
         # At most one unit's gradients are reduced while the next unit's are computed.
         self._finish_reduction()
-        self.means.meter.at(self.step, unit.name, "reduce")
+        self.context.meter.at(self.step, unit.name, "reduce")
         self._reduction = Reduction(unit, average=not self._as_global)
-        self.means.meter.at(self.step, unit.name, "backward")
+        self.context.meter.at(self.step, unit.name, "backward")
 
     def _finish_reduction(self) -> None:
         pending, self._reduction = self._reduction, None
@@ -332,15 +332,15 @@ class Engine:
         if self._backwards:
             return  # a backward inside another one, which is still running
         if self.sync:
-            for unit in [u for u in self.units if u in self._held]:
+            for unit in [u for u in self.units if u in self._unreduced]:
                 self._end_unit_backward(unit)  # held back earlier, and not part of this backward
         self._finish_reduction()
         self._prefetcher.end_backward()
-        self.means.host.settle()
+        self.context.host.settle()
         for unit in self.units:
             unit.free()
         watch.raise_failure()
-        self.means.meter.at(self.step, "", "after backward")
+        self.context.meter.at(self.step, "", "after backward")
 
     # --- between passes -----------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Engine:
             pending.wait()
         for unit in self.units:
             unit.free()
-        self.means.host.abandon()
+        self.context.host.abandon()
         for unit in self.units:
             for p in unit.parameters:
                 gradients.drop(p)
@@ -382,7 +382,7 @@ class Engine:
         self.start_unshard(unit)
         unit.finish_gather()
         unit.show_gathered(self._has_global_parameters)
-        self.means.host.settle()
+        self.context.host.settle()
 
     def reshard(self, units: Iterable[Unit]) -> None:
         """Free units that `unshard` has gathered, or that are kept after forward."""
@@ -404,9 +404,9 @@ class Engine:
     @contextlib.contextmanager
     def showing_shards(self) -> Iterator[None]:
         """Let modules hold their shards inside, even if they are gathered: for reading and writing parameters."""
-        self.means.host.settle()
+        self.context.host.settle()
         if self._reads_host:
-            accelerator.synchronize(self.means.gather_link.device)
+            accelerator.synchronize(self.context.gather_link.device)
         shown = [unit for unit in self.units if unit.shown]
         for unit in shown:
             unit.show_shards()

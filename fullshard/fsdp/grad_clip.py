@@ -33,9 +33,7 @@ def clip_grad_norm_(
     ranks must call it, also those whose shards are empty.
     """
     watch.raise_failure()
-    p = float(norm_type)
-    if p <= 0:
-        raise FSDPError(f"clip_grad_norm_: norm_type={norm_type} is not a norm; expected a positive number or inf")
+    p = check_norm_type(norm_type)
     # The axes that split a gradient decide over which ranks its terms are summed. The order is the same on every rank.
     by_axes: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -52,13 +50,26 @@ def clip_grad_norm_(
         terms.append(_mean(power, mesh, p) if axes == PLAIN else _sum_along(power, axes, mesh, p))
     stacked = torch.stack(terms)
     norm = stacked.max() if math.isinf(p) else stacked.sum() ** (1.0 / p)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise FSDPError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, which is not finite")
+    if error_if_nonfinite:
+        refuse_nonfinite(norm)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     every = [local for locals_ in by_axes.values() for local in locals_]
     for (place, dtype), alike in _by_kind(every).items():
         foreach_mul_(alike, factor.to(device=place, dtype=dtype))
     return norm if any(g.dtype == torch.float64 for g in every) else norm.to(torch.float32)
+
+
+def check_norm_type(norm_type: float) -> float:
+    """The exponent of a norm; raises if it is none."""
+    if (p := float(norm_type)) <= 0:
+        raise FSDPError(f"clip_grad_norm_: norm_type={norm_type} is not a norm; expected a positive number or inf")
+    return p
+
+
+def refuse_nonfinite(norm: torch.Tensor) -> None:
+    """Raise if the norm of the gradients is not finite."""
+    if not math.isfinite(value := norm.item()):
+        raise FSDPError(f"clip_grad_norm_: the norm of the gradients is {value}, which is not finite")
 
 
 def _split_by(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:

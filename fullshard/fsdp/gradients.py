@@ -43,8 +43,8 @@ _LINEAR = {
 """Operations that can be applied to the terms of a sum instead of the sum."""
 
 
-class HeldGradient(torch.Tensor):
-    """Has the shape, dtype and device of a shard's gradient, and holds this rank's term of the sum."""
+class UnreducedGradient(torch.Tensor):
+    """A gradient that `no_sync` holds back: this rank's term of the sum, in the shape and dtype of the shard's."""
 
     term: torch.Tensor
     """The whole gradient of this rank, in the dtype it will be reduced in."""
@@ -52,7 +52,7 @@ class HeldGradient(torch.Tensor):
     """The gradient that was reduced before, to which the sum will be added."""
 
     @staticmethod
-    def __new__(cls, shard: torch.Tensor, term: torch.Tensor, base: torch.Tensor | None) -> HeldGradient:
+    def __new__(cls, shard: torch.Tensor, term: torch.Tensor, base: torch.Tensor | None) -> UnreducedGradient:
         gradient = make_wrapper_subclass(
             cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
         )
@@ -63,7 +63,7 @@ class HeldGradient(torch.Tensor):
         super().__init__()
 
     def __repr__(self) -> str:
-        return f"HeldGradient({tuple(self.shape)}, held back by no_sync)"
+        return f"UnreducedGradient({tuple(self.shape)}, held back by no_sync)"
 
     __torch_function__ = no_torch_function
 
@@ -72,14 +72,14 @@ class HeldGradient(torch.Tensor):
         if func is aten.detach.default:
             return args[0]
         factors = [a for a in args[1:] if isinstance(a, torch.Tensor)]
-        if func not in _LINEAR or any(isinstance(f, HeldGradient) or f.ndim for f in factors):
+        if func not in _LINEAR or any(isinstance(f, UnreducedGradient) or f.ndim for f in factors):
             raise FSDPError(
                 f"{func} on a gradient that no_sync() holds back: it has not been summed over the ranks. Call "
                 f"backward() of the last micro-batch outside no_sync() first, or drop the gradients with zero_grad()"
             )
         several = isinstance(args[0], list | tuple)
         for target in args[0] if several else args[:1]:
-            for value in (target.term, target.base) if isinstance(target, HeldGradient) else (target,):
+            for value in (target.term, target.base) if isinstance(target, UnreducedGradient) else (target,):
                 if value is not None:
                     func([value] if several else value, *args[1:], **(kwargs or {}))
         return None if several else args[0]
@@ -95,7 +95,7 @@ TOGETHER = 4 * 2**20
 def take(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor | None]:
     """Remove and return this rank's terms of the gradients: what backward left on the gathered values, plus what
     `no_sync` held back."""
-    totals: list[torch.Tensor | None] = [_take_held(p) for p in parameters]
+    totals: list[torch.Tensor | None] = [_take_unreduced(p) for p in parameters]
     small: list[tuple[int, Copy]] = []
     for i, p in enumerate(parameters):
         for leaf in (p.full, p.full_global):
@@ -119,9 +119,9 @@ def _plus(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
     return term if total is None else total.add_(term)
 
 
-def _take_held(p: ShardedParameter) -> torch.Tensor | None:
+def _take_unreduced(p: ShardedParameter) -> torch.Tensor | None:
     """What `no_sync` held back; the shard keeps the gradient that it had before."""
-    if (gradient := held_by_no_sync(p)) is None:
+    if (gradient := unreduced_gradient(p)) is None:
         return None
     p.shard.grad = gradient.base
     return gradient.term
@@ -159,14 +159,15 @@ def _data_parallel_term(p: ShardedParameter, grad: DTensor) -> torch.Tensor:
 # --- no_sync ----------------------------------------------------------------------------------------------------------
 
 
-def held_by_no_sync(p: ShardedParameter) -> HeldGradient | None:
+def unreduced_gradient(p: ShardedParameter) -> UnreducedGradient | None:
     """The gradient that `no_sync` holds back, unless it was dropped since."""
     grad = p.shard.grad
-    return grad if isinstance(grad, HeldGradient) else None
+    return grad if isinstance(grad, UnreducedGradient) else None
 
 
 def hold_back(parameters: Sequence[ShardedParameter]) -> None:
-    """Hold this rank's gradients back, in the dtype they will be summed in."""
+    """Under `no_sync`: hold this rank's gradients back, in the dtype they will be summed in."""
+    parameters = [p for p in parameters if p.plan.trainable]
     if p := next((p for p in parameters if hooks_on(p)), None):
         raise FSDPError(
             f"a hook on {p.plan.name} and no_sync(): hooks on parameters receive the gradient summed over the ranks, "
@@ -174,7 +175,7 @@ def hold_back(parameters: Sequence[ShardedParameter]) -> None:
         )
     for p, term in zip(parameters, take(parameters), strict=True):
         if term is not None and p.shard.requires_grad:
-            p.shard.grad = HeldGradient(p.shard, term, p.shard.grad)
+            p.shard.grad = UnreducedGradient(p.shard, term, p.shard.grad)
 
 
 # --- to the shard -----------------------------------------------------------------------------------------------------

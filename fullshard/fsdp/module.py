@@ -8,26 +8,22 @@ Methods of torch's own FSDP are in `torch_methods.py`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.config.errors import FSDPError
-from fullshard.fsdp import build, checks, compile, grad_clip
+from fullshard.fsdp import build, compile, grad_clip
 from fullshard.fsdp import state_dict as state
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.plan import ShardingPlan
-from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fullshard.fsdp.torch_methods import TorchMethods, refuse_keywords, wrapped_roots
+from fullshard.fsdp.torch_methods import TorchMethods, wrapped_roots
 from fullshard.fsdp.unit import Unit
-from fullshard.spmd.mesh import Mesh
-
-ShardOutput = Callable[[Any, Mesh], Any]
+from fullshard.fsdp.wrapped_module import Options
 
 
 class FSDPv2(TorchMethods):
@@ -37,6 +33,11 @@ class FSDPv2(TorchMethods):
     _fullshard_unit: Unit
     _fullshard_engine: Engine
     _fullshard_output: OutputRule
+
+    @staticmethod
+    def _fullshard_assemble(module: nn.Module, options: Options) -> None:
+        compile.never_compile(FSDPv2.__call__, compile.Compiler.uncompiled)
+        build.assemble(module, options, FSDPv2)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().__call__  # type: ignore[misc]
@@ -70,7 +71,7 @@ class FSDPv2(TorchMethods):
     @property
     def meter(self) -> Meter:
         """Counters of collectives, bytes and gathered memory."""
-        return self._fullshard_engine.means.meter
+        return self._fullshard_engine.context.meter
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -157,57 +158,3 @@ class FSDPv2(TorchMethods):
 
 
 SpmdFullyShardedDataParallel = FSDPv2
-
-
-def _wrap(
-    module: nn.Module,
-    mesh: Mesh | DeviceMesh | None = None,
-    shard_output: ShardOutput | None = None,
-    *,
-    auto_wrap_policy: Any = None,
-    auto_wrapper_callable: Callable[..., Any] | None = None,
-    extra_data_axis: str | None = None,
-    strategy: ShardingStrategy | str | int = ShardingStrategy.FULL_SHARD,
-    mixed_precision: MixedPrecision | str | torch.dtype | None = None,
-    cpu_offload: bool = False,
-    forward_prefetch: bool = True,
-    backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
-    gathers_in_flight: int = 1,
-    ignored_modules: Iterable[nn.Module] | None = None,
-    param_init_fn: Callable[[nn.Module], Any] | None = None,
-    sync_module_states: bool | None = None,
-    timeout: float | None = None,
-    small_parameter_bytes: int | None = None,
-    **of_torch: Any,
-) -> Any:
-    refuse_keywords(of_torch)
-    options = build.Options(
-        mesh=checks.check_mesh(mesh, extra_data_axis),
-        shard_output=shard_output,
-        extra_data_axis=extra_data_axis,
-        strategy=ShardingStrategy.of(strategy),
-        precision=MixedPrecision.of(mixed_precision),
-        cpu_offload=bool(cpu_offload),
-        forward_prefetch=bool(forward_prefetch),
-        backward_prefetch=BackwardPrefetch.of(backward_prefetch),
-        gathers_in_flight=gathers_in_flight,
-        ignored=set(ignored_modules or ()),
-        param_init_fn=param_init_fn,
-        sync_module_states=sync_module_states,
-        timeout=timeout,
-        small_bytes=small_parameter_bytes,
-    )
-    checks.check_module(module, FSDPv2, auto_wrap_policy)
-    compile.never_compile(FSDPv2.__call__, compile.Compiler.uncompiled)
-    wrapper_options = {
-        "extra_data_axis": extra_data_axis, "strategy": options.strategy, "mixed_precision": options.precision,
-        "cpu_offload": cpu_offload, "forward_prefetch": forward_prefetch,
-        "backward_prefetch": options.backward_prefetch, "gathers_in_flight": gathers_in_flight,
-        "ignored_modules": ignored_modules, "param_init_fn": param_init_fn, "timeout": timeout,
-        "sync_module_states": sync_module_states, "small_parameter_bytes": small_parameter_bytes,
-    }  # fmt: skip
-    build.assemble(module, options, auto_wrap_policy, auto_wrapper_callable, wrapper_options, FSDPv2)
-    return module
-
-
-FSDPv2._fullshard_wrap = staticmethod(_wrap)

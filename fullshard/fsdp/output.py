@@ -11,8 +11,8 @@ import torch
 
 from fullshard.config.errors import FSDPError
 from fullshard.device.torch_private import storage_id
+from fullshard.fsdp.parameter import piece_of
 from fullshard.fsdp.unit import Unit
-from fullshard.fsdp.write_count import piece_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import disable_manual_sharding, mark_sharding, sharding_of
 from fullshard.spmd.tensor import ShardedTensor

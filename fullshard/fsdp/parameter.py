@@ -9,14 +9,16 @@ again. What happens to the leaf's gradient is in `gradients.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.config.errors import FSDPError
 from fullshard.device import accelerator
@@ -29,6 +31,8 @@ from fullshard.device.torch_private import (
     set_local,
     set_parameters,
     spec_of,
+    version_of,
+    versions_of,
 )
 from fullshard.distributed import runtime
 from fullshard.fsdp.host_embedding import HostTable
@@ -121,7 +125,7 @@ class ShardedParameter:
         return self.local.is_meta
 
     @property
-    def held(self) -> int:
+    def local_numel(self) -> int:
         """The number of values of the parameter that this process holds."""
         return self.local.numel()
 
@@ -357,3 +361,37 @@ def _dtype(name: str) -> torch.dtype:
     dtype = dtype_of(name)
     assert dtype is not None
     return dtype
+
+
+# --- write counts -----------------------------------------------------------------------------------------------------
+# A gathered or loaded value is out of date once its parameter's count has changed. torch counts writes to a tensor, but
+# not those of multi-tensor optimizers (`foreach`, `fused`) to sharded tensors, so optimizer steps are added to its
+# count. Writes into `.data`, and direct calls of multi-tensor operators, are not detected.
+
+
+def writes_of(shard: torch.Tensor) -> tuple[int, int]:
+    """A value that changes with every write, counted from the first call in the process."""
+    _count_steps()
+    # Operators on a sharded tensor change its own version only; those on its local tensor change only that version.
+    return version_of(shard), version_of(piece_of(shard))
+
+
+def writes_of_all(shards: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """The same of several sharded tensors; it changes if one is replaced, too."""
+    _count_steps()
+    return versions_of(shards)
+
+
+def piece_of(shard: torch.Tensor) -> torch.Tensor:
+    """The ordinary tensor that has this rank's values."""
+    return local_of(shard) if is_sharded(shard) else shard
+
+
+@functools.cache
+def _count_steps() -> None:
+    register_optimizer_step_post_hook(_count)
+
+
+def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None and is_sharded(p)])

@@ -1,7 +1,7 @@
 """The sharding plan: plain data that describes how a model is sharded over a mesh.
 
 Units → parameters → (global shape, dtypes, trainable or not, tied names, layout, padding), and which small parameters
-share buckets. `planner.py` makes it, the engine executes it, checkpoints store it. No tensors and no communication.
+share buckets. `plan_layout.py` makes it, the engine executes it, checkpoints store it. No tensors and no communication.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Making a sharding plan: the layout of each parameter, and how the small parameters of a unit share buckets.
 
-Arithmetic on shapes and dtypes; `plan.py` has the data types, `split_dim.py` the choice of the dim that is split.
+Arithmetic on shapes and dtypes; `plan.py` has the data types.
 """
 
 from __future__ import annotations
@@ -81,27 +81,27 @@ class PlanInputs:
 
 
 def shard_layout(
-    shape: Sequence[int], dtype: torch.dtype, annotation: Layout | None, terms: PlanInputs
+    shape: Sequence[int], dtype: torch.dtype, annotation: Layout | None, inputs: PlanInputs
 ) -> tuple[Layout, int | None]:
     """The layout of a parameter's shards, and the dim that `fsdp` splits.
 
-    Dim 0 wherever possible: its pieces are contiguous, so that gathering them needs no copy; otherwise as chosen in
-    `split_dim.py`. A parameter that is already split over other axes is split over `fsdp` as well: on dim 0 as the
+    Dim 0 wherever possible: its pieces are contiguous, so that gathering them needs no copy; otherwise as in
+    `choose_dim`. A parameter that is already split over other axes is split over `fsdp` as well: on dim 0 as the
     minor axis where that divides, otherwise on a dim that is not split yet. Packed bytes (4-bit weights) are rows of
     groups and are always split by rows.
     """
-    mesh = terms.mesh
+    mesh = inputs.mesh
     axis = mesh.get_axis_name_idx("fsdp")
     assert axis is not None
     dims = list(annotation.dims if annotation else ((),) * len(shape))
     for dim, axes in enumerate(dims):
         if axis in axes:
             return Layout(mesh, tuple(dims)), dim
-    if not terms.strategy.shards or not shape:
+    if not inputs.strategy.shards or not shape:
         return Layout(mesh, tuple(dims)), None
     cuts = [math.prod(mesh.mesh_shape[a] for a in axes) for axes in dims]
     candidates = [dim for dim, axes in enumerate(dims) if not axes]
-    can_merge = terms.any_order or all(a < axis for a in dims[0])
+    can_merge = inputs.any_order or all(a < axis for a in dims[0])
     if dims[0] and can_merge and shape[0] % (cuts[0] * mesh.mesh_shape[axis]) == 0:
         candidates = [0]
     local = [-(-size // cut) for size, cut in zip(shape, cuts, strict=True)]
@@ -119,27 +119,27 @@ def plan_parameter(
     dtype: torch.dtype,
     trainable: bool,
     annotation: Layout | None,
-    terms: PlanInputs,
+    inputs: PlanInputs,
 ) -> ParameterPlan:
     """Plan one parameter."""
-    stored = terms.precision.stored(dtype, trainable)
-    layout, dim = shard_layout(shape, stored, annotation, terms)
-    axis = terms.mesh.get_axis_name_idx("fsdp")
+    stored = inputs.precision.stored(dtype, trainable)
+    layout, dim = shard_layout(shape, stored, annotation, inputs)
+    axis = inputs.mesh.get_axis_name_idx("fsdp")
     assert axis is not None
     # The gathered value on a rank is split by every axis but `fsdp`. Where an annotation does not divide the dim, ranks
     # have values of different sizes; the plan is for the largest.
-    cuts = [math.prod(terms.mesh.mesh_shape[a] for a in axes if a != axis) for axes in layout.dims]
+    cuts = [math.prod(inputs.mesh.mesh_shape[a] for a in axes if a != axis) for axes in layout.dims]
     whole = tuple(-(-size // cut) for size, cut in zip(shape, cuts, strict=True))
-    parts = terms.mesh.mesh_shape[axis] if dim is not None else 1
-    computed = terms.precision.computed(stored)
-    big = math.prod(whole) * computed.itemsize >= terms.small_bytes
+    parts = inputs.mesh.mesh_shape[axis] if dim is not None else 1
+    computed = inputs.precision.computed(stored)
+    big = math.prod(whole) * computed.itemsize >= inputs.small_bytes
     divides = dim is None or (dim == 0 and whole[0] % parts == 0)
     return ParameterPlan(
         names=tuple(names),
         shape=tuple(shape),
         dtype=dtype_name(stored),
         compute_dtype=dtype_name(computed),
-        reduce_dtype=dtype_name(terms.precision.reduced(computed)),
+        reduce_dtype=dtype_name(inputs.precision.reduced(computed)),
         trainable=trainable,
         spec=layout.spec,
         dim=dim,

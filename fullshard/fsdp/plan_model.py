@@ -1,6 +1,6 @@
 """Planning a model: which modules are units, which unit owns each parameter, and the layout of all.
 
-Needs no processes, shards or memory: the mesh may be absent and the model on the meta device. `planner.py` has the
+Needs no processes, shards or memory: the mesh may be absent and the model on the meta device. `plan_layout.py` has the
 arithmetic on shapes; `build.py` executes the plan.
 """
 
@@ -16,12 +16,12 @@ from torch import nn
 
 from fullshard.config.errors import FSDPError
 from fullshard.device.torch_private import parameters_of
-from fullshard.fsdp import policy as policies
 from fullshard.fsdp.host_embedding import stays_on_host
 from fullshard.fsdp.offload import is_offloaded
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.plan_layout import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, PlanInputs, plan_parameter, plan_unit
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
+from fullshard.fsdp.wrap import find_units, resolve
 from fullshard.spmd.mesh import Mesh, VirtualMesh
 from fullshard.spmd.sharding import layout_on, sharding_of
 from fullshard.spmd.spec import Layout
@@ -53,13 +53,13 @@ def plan_fsdp(
     small_parameter_bytes: int | None = None, cpu_offload: bool = False, **options: Any,
 ) -> ShardingPlan:  # fmt: skip
     """The plan that `FSDPv2(root, mesh, …)` would make; its other `options` do not change the plan."""
-    terms = terms_of(
+    inputs = plan_inputs(
         mesh, ShardingStrategy.of(strategy), MixedPrecision.of(mixed_precision), extra_data_axis, small_parameter_bytes,
         point_to_point=point_to_point, offload=cpu_offload,
     )  # fmt: skip
     ignored = set(ignored_modules or ())
-    chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), ignored)
-    return plan_model(root, chosen, terms, with_children(ignored))
+    chosen = find_units(root, resolve(auto_wrap_policy, root), ignored)
+    return plan_model(root, chosen, inputs, with_children(ignored))
 
 
 def with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
@@ -67,7 +67,7 @@ def with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
     return {below for module in modules for below in module.modules()}
 
 
-def terms_of(
+def plan_inputs(
     mesh: Mesh, strategy: ShardingStrategy, precision: MixedPrecision, extra_data_axis: str | None,
     small_bytes: int | None, *, point_to_point: bool, offload: bool = False,
 ) -> PlanInputs:  # fmt: skip
@@ -89,7 +89,7 @@ def replica_axes(mesh: Mesh, extra_data_axis: str | None) -> tuple[str, ...]:
 def plan_model(
     root: nn.Module,
     chosen: Iterable[nn.Module],
-    terms: PlanInputs,
+    inputs: PlanInputs,
     ignored: Collection[nn.Module] = (),
     earlier: Mapping[int, AlreadySharded] | None = None,
     wrapped: Collection[nn.Module] = (),
@@ -112,7 +112,7 @@ def plan_model(
     for entry in find_sites(root, ignored, earlier):
         known = earlier.get(id(entry.parameter))
         if known is None:
-            plan, owner = plan_for(entry.names, entry.parameter, terms), _owner(entry.sites, around, inside)
+            plan, owner = plan_for(entry.names, entry.parameter, inputs), _owner(entry.sites, around, inside)
         else:
             plan = dataclasses.replace(known.plan, names=tuple(entry.names))
             below = set(known.unit.modules())
@@ -125,8 +125,8 @@ def plan_model(
         for name, module in root.named_modules()
         if module is root or module in wrapped or owned.get(module)
     ]
-    axes = tuple((str(name), size) for name, size in terms.mesh.shape().items())
-    return ShardingPlan(axes, terms.strategy.name, terms.replica_axes, tuple(unit_plans))
+    axes = tuple((str(name), size) for name, size in inputs.mesh.shape().items())
+    return ShardingPlan(axes, inputs.strategy.name, inputs.replica_axes, tuple(unit_plans))
 
 
 def find_sites(
@@ -162,17 +162,17 @@ def tensor_parallel_layout(parameter: nn.Parameter, mesh: Mesh, replica_axes: Se
     return layout_on(parameter, mesh, ("fsdp", *replica_axes))
 
 
-def plan_for(names: list[str], parameter: nn.Parameter, terms: PlanInputs) -> ParameterPlan:
+def plan_for(names: list[str], parameter: nn.Parameter, inputs: PlanInputs) -> ParameterPlan:
     """The plan of a parameter that is not sharded yet."""
-    annotation = tensor_parallel_layout(parameter, terms.mesh, terms.replica_axes) or sharding_of(parameter)
-    if annotation is not None and annotation.mesh != terms.mesh:
+    annotation = tensor_parallel_layout(parameter, inputs.mesh, inputs.replica_axes) or sharding_of(parameter)
+    if annotation is not None and annotation.mesh != inputs.mesh:
         raise FSDPError(
-            f"{names[0]} is annotated on {annotation.mesh} and the module is wrapped over {terms.mesh}; use one mesh "
+            f"{names[0]} is annotated on {annotation.mesh} and the module is wrapped over {inputs.mesh}; use one mesh "
             f"for both"
         )
     on_host = stays_on_host(parameter) and annotation is None
     if on_host:
-        terms = dataclasses.replace(terms, strategy=ShardingStrategy.NO_SHARD)
-    plan = plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, terms)
-    offloaded = not on_host and (terms.offload or is_offloaded(parameter))
+        inputs = dataclasses.replace(inputs, strategy=ShardingStrategy.NO_SHARD)
+    plan = plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, inputs)
+    offloaded = not on_host and (inputs.offload or is_offloaded(parameter))
     return dataclasses.replace(plan, on_host=on_host, offloaded=offloaded)

@@ -70,6 +70,7 @@ class PointToPoint(Link):
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
     def gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], unit: int) -> Pending:
+        """All-gather: every rank sends its piece to every other one."""
         targets = [whole for whole, _ in pairs]
         if self._through_host:
             pairs = [(accelerator.pinned(whole.shape, whole.dtype), _to_host(piece)) for whole, piece in pairs]
@@ -92,10 +93,12 @@ class PointToPoint(Link):
         return Pending(works, self, to_device if self._through_host else None, keep=(pairs, targets))
 
     def scatter_sum(self, wholes: Sequence[torch.Tensor], average: bool, unit: int) -> Pending:
+        """Reduce-scatter: every rank receives the terms of its own piece, and adds them up."""
         tag = message_tag(self.model, unit, Exchange.SCATTER_SUM, next(self._calls))
         return self._exchange([self._equal_rows(self._host(w)) for w in wholes], average, tag)
 
     def sum(self, values: Sequence[torch.Tensor], average: bool, unit: int) -> Pending:
+        """All-reduce: small values are exchanged whole, large ones in slices."""
         call = next(self._calls)
         hosted = [self._host(v) for v in values]
         # Small values are sent whole to every rank and summed everywhere in the same order, so with the same bits.

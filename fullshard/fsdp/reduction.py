@@ -15,11 +15,6 @@ from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.unit import Unit
 
 
-def hold_back(unit: Unit) -> None:
-    """Under `no_sync`: hold this rank's gradients back, in the dtype they will be summed in."""
-    gradients.hold_back([p for p in unit.parameters if p.plan.trainable])
-
-
 class Reduction:
     """The reduction of one unit's gradients, in progress.
 
@@ -30,16 +25,16 @@ class Reduction:
 
     def __init__(self, unit: Unit, average: bool):
         self.unit, self.average = unit, average
-        means = unit.means
+        context = unit.context
         trained = [p for p in unit.parameters if p.plan.trainable]
         grads = {p.plan.name: grad for p, grad in zip(trained, gradients.take(trained), strict=True)}
         self._absent = {name: i for i, (name, grad) in enumerate(grads.items()) if grad is None}
-        self._alone = means.reduce_link.size == 1 and means.replica_link.size == 1 or not trained
+        self._alone = context.reduce_link.size == 1 and context.replica_link.size == 1 or not trained
         if self._alone:
             self._own = [(p, grads[p.plan.name]) for p in trained]
             return
         device = runtime.device()
-        with means.reduce_stream.run() as self._work, torch.no_grad():
+        with context.reduce_stream.run() as self._work, torch.no_grad():
             self._work.keep(list(grads.values()))
             flags = torch.ones(len(trained), dtype=dtype_of(trained[0].plan.reduce_dtype), device=device)
             for index in self._absent.values():
@@ -51,16 +46,16 @@ class Reduction:
                 for p, grad in zip(trained, grads.values(), strict=True)
             }
             del grads
-            means.meter.reduces[unit.name] += 1
-            means.meter.reduced_parameters.update(terms.keys())
-            means.meter.bytes_reduced += sum(g.numel() * g.element_size() for g in terms.values())
+            context.meter.reduces[unit.name] += 1
+            context.meter.reduced_parameters.update(terms.keys())
+            context.meter.bytes_reduced += sum(g.numel() * g.element_size() for g in terms.values())
             self._scattered = [p for p in trained if p.plan.gathers and p.plan.direct]
             self._copied = [p for p in trained if not p.plan.gathers and p.plan.direct]
             scatter = [terms[p.plan.name] for p in self._scattered]
             scatter += [self._packed(b, terms) for b in unit.plan.scatter_buckets]
             copies = [terms[p.plan.name] for p in self._copied]
             copies += [self._flat(b, terms) for b in unit.plan.copy_buckets]
-            link = means.reduce_link
+            link = context.reduce_link
             # The flags need no collective of their own: they join the values summed whole, or else the scatter, in
             # which every rank then gets a copy.
             if copies or not scatter:
@@ -69,17 +64,17 @@ class Reduction:
             else:
                 self._flags = 0
                 scatter.insert(0, flags.repeat(link.size))
-            with means.meter.sending(means.meter.reduce_sent, unit.name):
+            with context.meter.sending(context.meter.reduce_sent, unit.name):
                 self._scatter = link.scatter_sum(scatter, average, unit.index) if scatter else None
                 self._copies = link.sum(copies, average, unit.index) if copies and link.size > 1 else None
                 self._uncombined = copies if self._copies is None else []
                 self._replicas: Pending | None = None
-                if means.replica_link.size > 1 and not (link.size > 1 and link.holds_host):
+                if context.replica_link.size > 1 and not (link.size > 1 and link.holds_host):
                     self._sum_replicas()
 
     def _sum_replicas(self) -> None:
         """Start the sum over the replicas; it waits for the sums inside this replica."""
-        self._replicas = self.unit.means.replica_link.sum(self._own_sums(), self.average, self.unit.index)
+        self._replicas = self.unit.context.replica_link.sum(self._own_sums(), self.average, self.unit.index)
 
     def _own_sums(self) -> list[torch.Tensor]:
         """The sums inside this replica: scattered pieces, then values summed whole."""
@@ -108,9 +103,9 @@ class Reduction:
         """The sums: this rank's pieces, then the values summed whole; the flags are at index `_flags`."""
         if self._alone:
             return []
-        means = self.unit.means
-        with means.meter.sending(means.meter.reduce_sent, self.unit.name):  # a second half may be sent only now
-            if means.replica_link.size > 1:
+        context = self.unit.context
+        with context.meter.sending(context.meter.reduce_sent, self.unit.name):  # a second half may be sent only now
+            if context.replica_link.size > 1:
                 if self._replicas is None:
                     self._work.join()
                     self._sum_replicas()
@@ -137,7 +132,7 @@ class Reduction:
 
     def _accumulate(self, pieces: list[tuple[ShardedParameter, torch.Tensor]]) -> None:
         """Add pieces to the gradients of the shards, on the device or in host memory."""
-        host = self.unit.means.host
+        host = self.unit.context.host
         for p, piece in pieces:
             if not p.plan.offloaded:
                 gradients.accumulate(p, piece, host)
@@ -154,7 +149,7 @@ class Reduction:
 
     def _packed(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         """A bucket of gradients to scatter: one row of pieces per rank."""
-        shape = (self.unit.means.reduce_link.size, bucket.length)
+        shape = (self.unit.context.reduce_link.size, bucket.length)
         rows = torch.zeros(shape, dtype=dtype_of(bucket.dtype), device=runtime.device())
         slots = self.unit.in_slots(bucket)
         copy_together([copy for p, slot in slots for copy in gradients.pack(p, terms[p.plan.name], rows[:, slot])])

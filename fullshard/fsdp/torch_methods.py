@@ -14,8 +14,8 @@ from typing import Any
 from fullshard.config.errors import FSDPError
 from fullshard.distributed import runtime
 from fullshard.fsdp.engine import Engine
-from fullshard.fsdp.extended_class import WrappedModule
 from fullshard.fsdp.unit import Unit
+from fullshard.fsdp.wrapped_module import WrappedModule
 
 _OPTIMIZER_STATE = (
     "use torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and set_optimizer_state_dict, or "
@@ -57,27 +57,6 @@ WITHOUT_EFFECT = {
     ),
 }  # fmt: skip
 """Methods that change nothing here, and why."""
-KEYWORDS = {
-    **dict.fromkeys(("reshard_after_forward", "sharding_strategy"), "strategy='FULL_SHARD' or 'SHARD_GRAD_OP'"),
-    **dict.fromkeys(("mp_policy", "mixed_precision_policy"), "mixed_precision='bf16', or a MixedPrecision"),
-    "offload_policy": "cpu_offload=True",
-    "shard_placement_fn": "fullshard.spmd.mark_sharding(p, mesh, spec) before wrapping: 'fsdp' splits that dim",
-    **dict.fromkeys(("ignored_params", "ignored_states"), "ignored_modules="),
-    "dp_mesh_dims": "a mesh with the axes 'replica' and 'fsdp', or extra_data_axis=",
-    **dict.fromkeys(("process_group", "device_mesh"), "mesh="),
-    "device_id": "nothing: the device of this rank is fullshard.runtime.device()",
-    "limit_all_gathers": "gathers_in_flight=",
-    "use_orig_params": "nothing: parameters keep their names, and may differ in dtype and requires_grad",
-}
-"""Keywords of `fully_shard` and `FullyShardedDataParallel` with another name here."""
-
-
-def refuse_keywords(keywords: dict[str, Any]) -> None:
-    """Refuse keywords that `FSDPv2` does not have; those of torch with their replacement."""
-    for name in keywords:
-        if name in KEYWORDS:
-            raise FSDPError(f"FSDPv2({name}=…) is a keyword of torch's FSDP; use {KEYWORDS[name]}")
-        raise TypeError(f"FSDPv2() got an unexpected keyword argument {name!r}")
 
 
 class UnshardHandle:

@@ -18,10 +18,9 @@ from fullshard.distributed import runtime
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.offload import HostTraffic
-from fullshard.fsdp.parameter import ShardedParameter, copy_together, show_gathered, show_shards
+from fullshard.fsdp.parameter import ShardedParameter, copy_together, show_gathered, show_shards, writes_of_all
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import MixedPrecision
-from fullshard.fsdp.write_count import writes_of_all
 
 
 @dataclass
@@ -38,6 +37,8 @@ class EngineContext:
 
 
 class UnitState(enum.Enum):
+    """Whether a unit has gathered values."""
+
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
@@ -50,7 +51,7 @@ class Unit:
         self,
         plan: UnitPlan,
         index: int,
-        means: EngineContext,
+        context: EngineContext,
         holds_units: bool,
         module: nn.Module,
         parameters: Sequence[ShardedParameter],
@@ -58,7 +59,7 @@ class Unit:
         keeps: bool,
         output_dtype: torch.dtype | None,
     ):
-        self.join(plan, index, means, holds_units)
+        self.join(plan, index, context, holds_units)
         self.module, self.parameters, self.precision = module, list(parameters), precision
         self.keeps_after_forward = keeps
         """Whether gathered values are kept between forward and backward."""
@@ -75,14 +76,14 @@ class Unit:
         self._work: StreamWork | None = None
         self._bucket: torch.Tensor | None = None
 
-    def join(self, plan: UnitPlan, index: int, means: EngineContext, holds_units: bool) -> None:
+    def join(self, plan: UnitPlan, index: int, context: EngineContext, holds_units: bool) -> None:
         """Become a unit of a model; again when a module around that model is wrapped."""
-        self.plan, self.means, self.name = plan, means, plan.name
+        self.plan, self.context, self.name = plan, context, plan.name
         self.index = index
         """Its place in the model's plan, the same on every rank."""
         self.holds_units = holds_units
         """Whether there are units inside its module."""
-        self._views_made = False
+        self._has_views = False
         self._gathered_at: list[tuple[int, int, int]] | None = None
         """The shards and their write counts at the last gather."""
 
@@ -101,9 +102,9 @@ class Unit:
                 f"{', …' if len(missing) > 4 else ''}. Load them (load_state_dict, fullshard.weights), or wrap with "
                 f"param_init_fn=…"
             )
-        means = self.means
+        context = self.context
         self._note_writes()
-        means.meter.allocated(sum([p.allocate() for p in self.parameters]))
+        context.meter.allocated(sum([p.allocate() for p in self.parameters]))
         self.state = UnitState.GATHERING
         copies = [p for p in self.parameters if p.is_copy]
         if self.only_casts:  # nothing to overlap with compute, so compute does it
@@ -111,28 +112,28 @@ class Unit:
             return
         bucket = self.plan.gather_bucket
         device = runtime.device()
-        with means.gather_stream.run() as work, torch.no_grad():
+        with context.gather_stream.run() as work, torch.no_grad():
             self._work = work
             work.keep([p.local for p in self.parameters])
             for p in copies:  # one at a time: a shard in host memory is not cast before it is on the device
                 self._copy([p])
             pairs = [
-                (p.full.data, p.source(means.gather_link.from_host))
+                (p.full.data, p.source(context.gather_link.from_host))
                 for p in self.parameters
                 if p.full is not None and p.plan.gathers and p.plan.direct
             ]
             if bucket is not None:
                 packed = torch.zeros(bucket.length, dtype=torch.uint8, device=device)
                 copy_together([copy for p, slot in self.in_slots(bucket) for copy in p.pack(packed[slot])])
-                self._bucket = torch.empty((means.gather_link.size, bucket.length), dtype=torch.uint8, device=device)
+                self._bucket = torch.empty((context.gather_link.size, bucket.length), dtype=torch.uint8, device=device)
                 pairs.append((self._bucket, packed))
             if pairs:
-                means.meter.gathers[self.name] += 1
-                means.meter.bytes_gathered += sum(whole.numel() * whole.element_size() for whole, _ in pairs)
-                with means.meter.sending(means.meter.gather_sent, self.name):
-                    self._pending = means.gather_link.gather(pairs, self.index)
+                context.meter.gathers[self.name] += 1
+                context.meter.bytes_gathered += sum(whole.numel() * whole.element_size() for whole, _ in pairs)
+                with context.meter.sending(context.meter.gather_sent, self.name):
+                    self._pending = context.gather_link.gather(pairs, self.index)
         if any(p.plan.offloaded for p in self.parameters):
-            means.host.reads(work)
+            context.host.reads(work)
 
     @property
     def only_casts(self) -> bool:
@@ -161,12 +162,12 @@ class Unit:
                 slots = self.in_slots(self.plan.gather_bucket)
                 copy_together([copy for p, slot in slots for copy in p.unpack(rows[:, slot])])
         self.state = UnitState.GATHERED
-        if not self._views_made:
+        if not self._has_views:
             self._make_views()
 
     def _make_views(self) -> None:
         """Ask modules with a `see_gathered` method (packed weights), once, what their attributes should show."""
-        self._views_made = True
+        self._has_views = True
         for module in dict.fromkeys(module for p in self.parameters for module, _ in p.sites):
             see = getattr(module, "see_gathered", None)
             if see is None:
@@ -213,7 +214,7 @@ class Unit:
             self._release()
 
     def _release(self) -> None:
-        self.means.meter.freed(sum(p.free() for p in self.parameters))
+        self.context.meter.freed(sum(p.free() for p in self.parameters))
 
     def follow(self, plan: UnitPlan) -> None:
         """Apply a new plan for the same parameters: some were frozen, unfrozen or cast."""
@@ -223,7 +224,7 @@ class Unit:
             self.free()
             self.keep_memory(False)
             self.casts += 1
-        self.plan, self._views_made = plan, False
+        self.plan, self._has_views = plan, False
         for p, new in zip(self.parameters, plan.parameters, strict=True):
             p.follow(new)
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from fullshard.device.torch_private import parameters_of
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import require_equal
-from fullshard.fsdp import FSDPv2, grad_clip, policy
+from fullshard.fsdp import FSDPv2, grad_clip, wrap
 from fullshard.parallel.model import shard_model, wrap_policy
 from fullshard.parallel.prepare import rebind, step_facts
 from fullshard.parallel.settings import EngineSettings
@@ -119,7 +119,7 @@ def _with_inner_model(policy_option: Any, model: nn.Module) -> Any:
     _, inner = plain_model(model)
     if inner is None or inner is model:
         return policy_option
-    chosen = policy.resolve(policy_option, model)
+    chosen = wrap.resolve(policy_option, model)
 
     def inner_model_too(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         below = chosen is not None and chosen(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)

@@ -42,16 +42,16 @@ class ProcessSettings:
     """Number of machines (nodes)."""
     machine_rank: int = option(0, elsewhere=("node_rank",))
     """The rank of this machine, from 0."""
-    gpu_ids: str | None = option(None, given_as="all, or ids such as 0,1")
+    gpu_ids: str | None = option(None, metavar="all, or ids such as 0,1")
     """The GPUs to use on this machine. Unset: all."""
-    main_process_ip: str | None = option(None, given_as="HOST", elsewhere=("master_addr",))
+    main_process_ip: str | None = option(None, metavar="HOST", elsewhere=("master_addr",))
     """Address of machine 0. Required with several machines, except under Slurm."""
     main_process_port: int | None = option(None, elsewhere=("master_port",))
     """Port of the rendezvous on machine 0. On one machine: 0 or unset selects a free port, and a busy port is replaced
     by a free one. On several machines a busy port is an error; unset means 29500."""
-    rdzv_backend: str = option("static", given_as="static, c10d or another of torchrun's")
+    rdzv_backend: str = option("static", metavar="static, c10d or another of torchrun's")
     """How machines find each other."""
-    job_secret_file: str | None = option(None, given_as="PATH")
+    job_secret_file: str | None = option(None, metavar="PATH")
     """A file with the secret of a job on several machines, the same on all. It signs what machines and ranks write for
     each other. Unset: the variable FULLSHARD_JOB_SECRET; on one machine a new secret for every run."""
     enable_cpu_affinity: bool = False
@@ -75,7 +75,7 @@ _flag = functools.partial(option, in_file=False)
 class RunSettings:
     """Flags of `fullshard launch` that cannot be set in the file."""
 
-    config_file: str | None = _flag(None, given_as="PATH")
+    config_file: str | None = _flag(None, metavar="PATH")
     """The configuration file. Unset: fullshard's own default file, else Accelerate's."""
     use_fsdp: bool = _flag(False)
     """Same as `--distributed_type FSDP`."""
@@ -87,9 +87,9 @@ class RunSettings:
     """Same as `--distributed_type MEGATRON_LM`, which is refused."""
     tpu: bool = _flag(False)
     """Same as `--distributed_type XLA`."""
-    fsdp: str | None = _flag(None, given_as='"full_shard auto_wrap offload"')
+    fsdp: str | None = _flag(None, metavar='"full_shard auto_wrap offload"')
     """The strategy, written as for `--fsdp` of transformers' Trainer."""
-    fsdp_config: str | None = _flag(None, given_as="PATH")
+    fsdp_config: str | None = _flag(None, metavar="PATH")
     """A YAML or JSON file with only the keys of `fsdp_config`."""
     module: bool = _flag(False, flags=("m",))
     """The script is a Python module, as in `python -m`."""
@@ -106,13 +106,13 @@ class RunSettings:
     """Seconds that processes have to save and end after the first Ctrl-C or SIGTERM."""
     rdzv_timeout: float = _flag(300.0)
     """Seconds to wait for the other machines."""
-    rdzv_conf: str = _flag("", given_as="KEY=VALUE,…")
+    rdzv_conf: str = _flag("", metavar="KEY=VALUE,…")
     """Additional settings of the rendezvous backend."""
     rdzv_id: str = _flag("fullshard")
     """The name of the run at the rendezvous."""
     monitor_interval: float = _flag(0.1)
     """Seconds between two checks of the processes."""
-    log_dir: str | None = _flag(None, given_as="PATH")
+    log_dir: str | None = _flag(None, metavar="PATH")
     """Directory for a log file of each rank's output, which is also printed."""
     tee: Literal["0", "1", "2", "3"] | None = _flag(None, flags=("t",))
     """What is written to the logs: 0 nothing, 1 stdout, 2 stderr, 3 both. Unset: 3 with `--log_dir`."""

@@ -108,7 +108,7 @@ def _merge(result: Result, folder: Path, target: Path, choices: Choices) -> None
             )
     merge_adapter(
         _with_tokenizer(result, folder), target, base=resolve(str(result.base)), dtype=choices.dtype,
-        dequantized=quantization, held_as=dtype, max_shard_size=choices.max_shard_size, verify=choices.verify,
+        dequantized=quantization, stored_as=dtype, max_shard_size=choices.max_shard_size, verify=choices.verify,
         progress=choices.progress,
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ def flag_of(one: Option) -> str:
     names = ", ".join(("-" if len(name) == 1 else "--") + name for name in (one.key, *one.flags))
     if one.kind is bool:
         return names
-    return f"{names} {one.given_as or {int: 'N', float: 'X', str: 'TEXT', tuple: 'A,B', dict: '{…}'}.get(one.kind, '')}"
+    return f"{names} {one.metavar or {int: 'N', float: 'X', str: 'TEXT', tuple: 'A,B', dict: '{…}'}.get(one.kind, '')}"
 
 
 def help_of(one: Option) -> str:

@@ -35,7 +35,7 @@ class PlanOptions(MachineOptions):
 
     search: bool = False
     """Rank the settings that fit this machine by estimated speed, each with the YAML that runs it."""
-    allow: tuple[str, ...] = option((), kind=tuple, given_as="lora,qlora,fp8,…")
+    allow: tuple[str, ...] = option((), kind=tuple, metavar="lora,qlora,fp8,…")
     """What the search may change beside strategy, offload, checkpointing and micro-batch."""
     routing_imbalance: float = 1.0
     """For mixtures of experts: how many times the mean of tokens the busiest expert gets; 1 is balanced routing."""

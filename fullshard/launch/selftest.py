@@ -116,8 +116,10 @@ def train(model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tenso
 
 def check_links(model: Any, backend: str) -> None:
     """Check that the sharded model's process groups use the same backend as the default group."""
-    means = model._fullshard_engine.means
-    links = [link for link in (means.gather_link, means.reduce_link, means.replica_link) if link.group is not None]
+    context = model._fullshard_engine.context
+    links = [
+        link for link in (context.gather_link, context.reduce_link, context.replica_link) if link.group is not None
+    ]
     backends = {groups.backend_of(link.group, xr.device()) for link in links}
     through_host = any(link.from_host for link in links)
     right = backends <= {backend} and not (backend != "gloo" and through_host)

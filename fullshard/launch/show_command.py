@@ -36,11 +36,11 @@ SUFFIXES = (".svg", ".html")
 class ShowOptions:
     """What is drawn, and where to."""
 
-    out: str | None = option(None, given_as="FILE.svg|FILE.html")
+    out: str | None = option(None, metavar="FILE.svg|FILE.html")
     """Write a picture or a page instead of printing."""
-    units: str | None = option(None, given_as="all|NAME,…")
+    units: str | None = option(None, metavar="all|NAME,…")
     """Units to show, by name or pattern (such as *.0). Without it all are shown, those that are alike in one row."""
-    ranks: str | None = option(None, given_as="all|0-7,12")
+    ranks: str | None = option(None, metavar="all|0-7,12")
     """Ranks to show in a column each. Without it all are shown, and many of them folded into few columns."""
     json: bool = False
     """Print one JSON object; docs/show.md describes it."""

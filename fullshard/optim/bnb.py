@@ -74,6 +74,7 @@ class OnShards:
         return {**config, "min_8bit_size": 0 if large else sys.maxsize}
 
     def init_state(self, group: dict[str, Any], p: nn.Parameter, gindex: int, pindex: int) -> None:
+        """Make the state of a parameter: that of its shard, sharded as the parameter is."""
         if not is_sharded(p):
             super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
             return
@@ -88,14 +89,16 @@ class OnShards:
         self.state[p] = state
 
     def to_gpu(self) -> None:
-        """bitsandbytes moves all state to the device before its first step. Here it is where it was made: with its
-        shard, or in paged memory."""
+        """Nothing: state stays where it was made, with its shard or in paged memory; bitsandbytes would move it to the
+        device before the first step."""
 
     def prefetch_state(self, p: nn.Parameter) -> None:
+        """Start to copy paged state of this rank's shard to the device."""
         with self._local(p) as piece:
             super().prefetch_state(piece)  # type: ignore[misc]
 
     def update_step(self, group: dict[str, Any], p: nn.Parameter, gindex: int, pindex: int) -> None:
+        """Update this rank's shard of a parameter."""
         with self._local(p) as piece:
             if piece.numel():
                 super().update_step(group, piece, gindex, pindex)  # type: ignore[misc]

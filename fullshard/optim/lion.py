@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fullshard.fsdp.write_count import piece_of
+from fullshard.fsdp.parameter import piece_of
 
 
 class Lion(torch.optim.Optimizer):
@@ -20,6 +20,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient; returns the loss of `closure`."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             beta1, beta2 = group["betas"]

@@ -28,6 +28,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Step both optimizers; returns the loss of `closure`."""
         loss = closure() if closure is not None else None
         muon, adamw = self._parts
         muon.param_groups = [group for group in self.param_groups if "ns_steps" in group]

@@ -1,6 +1,6 @@
 """A torch `DataLoader` split over the ranks: every rank draws the same order and keeps its own batches.
 
-`row_assignment.py` selects the rows; `fsdp/uneven_batches.py` weights the gradients of ranks with different row counts.
+`sampler.py` selects the rows; `fsdp/uneven_batches.py` weights the gradients of ranks with different row counts.
 """
 
 from __future__ import annotations

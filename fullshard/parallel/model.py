@@ -20,12 +20,12 @@ from fullshard.fsdp import (
     FSDPv2,
     MixedPrecision,
     checkpoint_module,
-    policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.plan_model import plan_fsdp
+from fullshard.fsdp.wrap import find_units, resolve
 from fullshard.parallel.settings import XLA_DEVICES_VARIABLE, EngineSettings
 from fullshard.spmd import Mesh
 from fullshard.spmd.mesh import VirtualMesh
@@ -121,7 +121,7 @@ def checkpointed_modules(model: nn.Module, settings: EngineSettings) -> list[nn.
     """The modules to use activation checkpointing on: the units, or the model's own layers if there is one unit."""
     ignored = set(ignored_modules(model, settings))
     for chosen in (wrap_policy(model, settings), transformer_auto_wrap_policy):
-        if layers := policy.find_units(model, policy.resolve(chosen, model), ignored):
+        if layers := find_units(model, resolve(chosen, model), ignored):
             return layers
     raise ConfigError(
         f"activation checkpointing recomputes layers, and {type(model).__name__} neither names its layers "

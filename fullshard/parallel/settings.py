@@ -57,7 +57,7 @@ class EngineSettings:
     """What is sharded, and how long a gathered layer is kept. Unset: `fsdp_reshard_after_forward` decides, else
     FULL_SHARD."""
     reshard_after_forward: str | None = _fsdp(
-        None, env="FSDP_RESHARD_AFTER_FORWARD", given_as="true, false, or a strategy by name or number"
+        None, env="FSDP_RESHARD_AFTER_FORWARD", metavar="true, false, or a strategy by name or number"
     )
     """The strategy in files for FSDP version 2: true is FULL_SHARD, false is SHARD_GRAD_OP (with `dp_replicate_size`:
     HYBRID_SHARD and HYBRID_SHARD_ZERO2). Files for version 1 have the strategy's name here."""
@@ -69,7 +69,7 @@ class EngineSettings:
     """Which modules become units, gathered together: layers, modules of a minimum size, or the whole model. Unset: the
     model's own `_no_split_modules`; the whole model if it has none."""
     transformer_layer_cls_to_wrap: tuple[str, ...] | None = _fsdp(
-        None, env="FSDP_TRANSFORMER_CLS_TO_WRAP", aliases=("transformer_cls_to_wrap",), given_as="class names"
+        None, env="FSDP_TRANSFORMER_CLS_TO_WRAP", aliases=("transformer_cls_to_wrap",), metavar="class names"
     )
     """The layer classes that become units. Unset: the model's own `_no_split_modules`; with TRANSFORMER_BASED_WRAP the
     layers that repeat, if it has none."""
@@ -90,7 +90,7 @@ class EngineSettings:
     """Recompute each unit's activations in backward instead of keeping them."""
     activation_checkpointing_offload: bool = _fsdp(False, env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")
     """Keep the inputs of checkpointed units in host memory. Needs `fsdp_activation_checkpointing`."""
-    ignored_modules: str | None = _fsdp(None, env="FSDP_IGNORED_MODULES", given_as="a regular expression")
+    ignored_modules: str | None = _fsdp(None, env="FSDP_IGNORED_MODULES", metavar="a regular expression")
     """Modules whose full name matches are not sharded; every rank holds them whole."""
     sync_module_states: bool = _fsdp(True, env="FSDP_SYNC_MODULE_STATES")
     """Start from rank 0's parameter values on every rank. With false, each rank's shard is cut from its own values."""
@@ -102,7 +102,7 @@ class EngineSettings:
     xla_fsdp_grad_ckpt: bool = _xla(False, env="FSDP_XLA_FSDP_GRAD_CKPT")
     """On the XLA engine, the same as `fsdp_activation_checkpointing`."""
     xla_fsdp_settings: dict[str, Any] | None = _xla(  # noqa: RUF009 - a field, not a shared dict
-        None, env="FSDP_XLA_FSDP_SETTINGS", kind=object, given_as="a mapping, JSON, or the path of a JSON file"
+        None, env="FSDP_XLA_FSDP_SETTINGS", kind=object, metavar="a mapping, JSON, or the path of a JSON file"
     )
     """Keywords of PyTorch/XLA's first FSDP wrapper. On the XLA engine `compute_dtype` and `buffer_dtype` are used; the
     others are accepted at their default."""
@@ -119,7 +119,7 @@ class EngineSettings:
     sp_size: int = _sizes(1, env="PARALLELISM_CONFIG_SP_SIZE")
     """Sequence parallelism. Only 1: it is not supported."""
 
-    backend: str = _dynamo("no", env="ACCELERATE_DYNAMO_BACKEND", given_as="no, or a backend of torch.compile")
+    backend: str = _dynamo("no", env="ACCELERATE_DYNAMO_BACKEND", metavar="no, or a backend of torch.compile")
     """Compile each unit's forward with this backend of `torch.compile`. All-gathers stay outside the graphs."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = _dynamo(
         "default", env="ACCELERATE_DYNAMO_MODE"

@@ -81,17 +81,17 @@ class Machine:
 class MachineOptions:
     """The machine that a run is planned for."""
 
-    machine: str = option(HERE, given_as="here, or a name such as h100-80gb")
+    machine: str = option(HERE, metavar="here, or a name such as h100-80gb")
     """The device to plan for; here is the machine that the command runs on. docs/planning.md lists the names."""
     num_processes: int | None = None
     """Number of devices in all nodes. If not set: one device, or those that are here."""
     gpus_per_node: int | None = None
     """Devices in a node. If not set: what such machines usually have."""
-    device_memory: str | None = option(None, given_as="a size such as 80GiB")
+    device_memory: str | None = option(None, metavar="a size such as 80GiB")
     """Memory of one device that processes can use. Without a machine and a GPU here, the nearest named GPU is meant."""
-    host_memory: str | None = option(None, given_as="a size such as 512GiB")
+    host_memory: str | None = option(None, metavar="a size such as 512GiB")
     """Host memory of one node."""
-    network_bandwidth: str | None = option(None, given_as="a size per second such as 50GB")
+    network_bandwidth: str | None = option(None, metavar="a size per second such as 50GB")
     """What one device sends to other nodes in a second: the node's network divided by its devices."""
 
 

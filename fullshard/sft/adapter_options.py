@@ -34,7 +34,7 @@ class AdapterOptions:
     use_peft_lora: bool = option(False, elsewhere=("use_peft", "use_lora", "lora", "peft", "finetuning_type"))
     """Train a LoRA adapter; the model's own weights are frozen."""
     adapter_name_or_path: str | None = option(
-        None, given_as="a folder, or a name on the hub", elsewhere=("adapter", "adapter_name", "lora_path")
+        None, metavar="a folder, or a name on the hub", elsewhere=("adapter", "adapter_name", "lora_path")
     )
     """Resume training this adapter instead of starting a new one; its rank, targets and new tokens are kept."""
     lora_r: int = option(64, elsewhere=("lora_rank", "rank", "r"))
@@ -46,7 +46,7 @@ class AdapterOptions:
     there, so the adapter's files record 0."""
     lora_target_modules: str = option(
         LORA_TARGETS,
-        given_as="module names, or all-linear",
+        metavar="module names, or all-linear",
         elsewhere=("target_modules", "lora_target", "lora_target_linear", "lora_modules"),
     )
     """The layers that get an adapter: a comma-separated list, or all-linear for every linear layer except the output
@@ -99,18 +99,18 @@ class AdapterOptions:
     use_dora: bool = False
     """DoRA: train the magnitude of each weight's rows separately from their direction. Works on 4-bit layers too."""
     init_lora_weights: str = option(
-        "true", given_as="true, false, gaussian, orthogonal, pissa, pissa_niter_N, olora, loftq"
+        "true", metavar="true, false, gaussian, orthogonal, pissa, pissa_niter_N, olora, loftq"
     )
     """How the adapter is initialized. pissa and olora take the initial matrices from the weights, loftq from the
     quantization error; all three are computed weight by weight while the model is loaded."""
     modules_to_save: str | None = option(
-        None, given_as="module names", elsewhere=("lora_modules_to_save", "additional_target")
+        None, metavar="module names", elsewhere=("lora_modules_to_save", "additional_target")
     )
     """Modules that are trained whole beside the adapter and saved with it, such as embed_tokens,lm_head."""
-    trainable_token_indices: str | None = option(None, given_as="numbers of tokens, or tokens")
+    trainable_token_indices: str | None = option(None, metavar="numbers of tokens, or tokens")
     """Tokens whose rows in embedding and output head are trained beside the adapter; a comma-separated list of tokens
     or token ids."""
-    freeze: str | None = option(None, given_as="patterns of parameter names")
+    freeze: str | None = option(None, metavar="patterns of parameter names")
     """Parameters to freeze, as a comma-separated list of patterns: whole parts of parameter names, with * and [0-9] as
     in file names, such as embed_tokens,layers.[0-7]."""
     vera_d_initial: float = 0.1

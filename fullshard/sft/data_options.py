@@ -34,22 +34,22 @@ class DataOptions:
 
     dataset_name: str | None = option(
         None,
-        given_as="a file, a folder, or a name on the hub; several with commas",
+        metavar="a file, a folder, or a name on the hub; several with commas",
         elsewhere=("dataset", "datasets", "data", "train_file", "dataset_path"),
     )
     """The training data."""
     dataset_config_name: str | None = option(None, elsewhere=("dataset_config",))
     """The configuration of a data set on the hub that has several; for a folder, a subfolder."""
-    dataset_weights: str | None = option(None, given_as="numbers, one per data set")
+    dataset_weights: str | None = option(None, metavar="numbers, one per data set")
     """The proportions of several data sets in a mix, by rows. Without weights the data sets are concatenated."""
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
     """When one pass over a weighted mix ends: when every data set has been used up (smaller ones repeat), or when the
     first one has."""
-    dataset_columns: str | None = option(None, given_as="name=column,…")
+    dataset_columns: str | None = option(None, metavar="name=column,…")
     """Names of columns that differ from the usual ones, such as prompt=question,completion=answer."""
-    prompt_format: str | None = option(None, given_as="text with {column} in it")
+    prompt_format: str | None = option(None, metavar="text with {column} in it")
     """A format string that makes the prompt from a row's columns; the answer is the row's `completion` or `output`."""
-    dataset_settings: dict[str, Any] | None = option(None, given_as="a mapping, or JSON")  # noqa: RUF009 - a field
+    dataset_settings: dict[str, Any] | None = option(None, metavar="a mapping, or JSON")  # noqa: RUF009 - a field
     """Options for one of several data sets, by its name: how its rows are read and formatted."""
     sample_by: Literal["line", "paragraph", "document"] = "line"
     """What counts as one row of a .txt file."""
@@ -104,7 +104,7 @@ class DataOptions:
     skip_prepare_dataset: bool = False
     """Use pre-tokenized rows (`input_ids`, `labels`) as they are: neither truncated nor packed."""
     dataset_kwargs: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
-        None, kind=dict, given_as="name=value,…, or JSON"
+        None, kind=dict, metavar="name=value,…, or JSON"
     )
     """The settings `skip_prepare_dataset`, `add_special_tokens` and `append_concat_token`, as TRL takes them."""
     assistant_only_loss: bool = False
@@ -129,11 +129,11 @@ class DataOptions:
     """The number of processes that tokenize, and of threads that prepare batches."""
     dataset_num_proc: int | None = None
     """The number of processes that tokenize; `dataloader_num_workers` if not set."""
-    pad_to_multiple_of: int | str | None = option(None, kind=object, given_as="a whole number, or auto")
+    pad_to_multiple_of: int | str | None = option(None, kind=object, metavar="a whole number, or auto")
     """Pad batches to a multiple of this many tokens; 8 if not set, or auto."""
     dataloader_pin_memory: bool = True
     """Copy batches to the GPU through pinned memory."""
-    cache_dir: str | None = option(None, given_as="a folder")
+    cache_dir: str | None = option(None, metavar="a folder")
     """The folder for tokenized data; `FULLSHARD_CACHE` or the user's cache folder if not set."""
 
     # --- checks -----------------------------------------------------------------------------------------------------

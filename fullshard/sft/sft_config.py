@@ -47,11 +47,11 @@ class SFTConfig(
 
     # --- the model ---
     model_name_or_path: str | None = option(
-        None, given_as="a folder, or a name on the hub", elsewhere=("model", "model_name", "base_model")
+        None, metavar="a folder, or a name on the hub", elsewhere=("model", "model_name", "base_model")
     )
     """The model to start from."""
     tokenizer_name_or_path: str | None = option(
-        None, given_as="a folder, or a name on the hub", elsewhere=("tokenizer", "tokenizer_name")
+        None, metavar="a folder, or a name on the hub", elsewhere=("tokenizer", "tokenizer_name")
     )
     """The tokenizer, if it is not in the model's folder."""
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = _named(None, "dtype")
@@ -61,11 +61,11 @@ class SFTConfig(
         "none", elsewhere=("template", "chat_template")
     )
     """The chat template: the tokenizer's own (none), or a built-in one."""
-    chat_template_path: str | None = option(None, given_as="a Jinja file, or a folder with a tokenizer")
+    chat_template_path: str | None = option(None, metavar="a Jinja file, or a folder with a tokenizer")
     """A custom chat template; overrides `chat_template_format`."""
     use_flash_attn: bool = option(False, elsewhere=("flash_attn", "flash_attention", "use_flash_attention"))
     """Use FlashAttention 2. If it is not installed, or without a GPU, PyTorch's attention is used, with a note."""
-    attn_implementation: str | None = option(None, given_as="fullshard, sdpa, eager, flash_attention_2, …")
+    attn_implementation: str | None = option(None, metavar="fullshard, sdpa, eager, flash_attention_2, …")
     """The attention implementation, by transformers' name; overrides `use_flash_attn`. If not set: on GPUs fullshard,
     the fastest kernel that is right for each batch (docs/speed.md); else transformers' choice."""
     rope_scaling: Literal["linear", "dynamic", "yarn"] | None = None
@@ -75,7 +75,7 @@ class SFTConfig(
     """Load the model through Unsloth. Refused if true: Unsloth does not shard."""
 
     # --- where things go ---
-    output_dir: str = option("trainer_output", given_as="a folder", elsewhere=("output", "out", "out_dir", "save_dir"))
+    output_dir: str = option("trainer_output", metavar="a folder", elsewhere=("output", "out", "out_dir", "save_dir"))
     """The folder for checkpoints, metrics and the final model."""
     overwrite: bool = _named(False, "overwrite_output_dir")
     """Replace an earlier run in `output_dir`. Its files are removed once everything is loaded; other files stay. A
@@ -83,7 +83,7 @@ class SFTConfig(
     resume: bool = False
     """Resume from the newest checkpoint in `output_dir`."""
     resume_from_checkpoint: str | None = option(
-        None, given_as="true, or a checkpoint's folder", elsewhere=("resume_from",)
+        None, metavar="true, or a checkpoint's folder", elsewhere=("resume_from",)
     )
     """Resume from this checkpoint; true means the newest in `output_dir`."""
 
@@ -113,17 +113,17 @@ class SFTConfig(
     )
     """The learning-rate schedule."""
     lr_scheduler_kwargs: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
-        None, kind=dict, given_as="name=value,…, or JSON"
+        None, kind=dict, metavar="name=value,…, or JSON"
     )
     """Options of the schedule, by transformers' names, such as min_lr_rate=0.1 or num_decay_steps=100."""
     warmup_ratio: float = 0.0
     """The fraction of all steps used for warmup, in which the learning rate rises from 0."""
     warmup_steps: float = option(0, elsewhere=("warmup", "num_warmup_steps"))
     """The number of warmup steps; overrides `warmup_ratio`. Below 1 it is a fraction of all steps."""
-    optim: str = option("adamw_torch_fused", given_as=", ".join(optimizer_names.SERVED), elsewhere=("optimizer",))
+    optim: str = option("adamw_torch_fused", metavar=", ".join(optimizer_names.SERVED), elsewhere=("optimizer",))
     """The optimizer, by transformers' name. adamw_torch_fused uses plain AdamW where torch has no fused kernel."""
     optim_args: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
-        None, kind=dict, given_as="name=value,…, or JSON"
+        None, kind=dict, metavar="name=value,…, or JSON"
     )
     """Arguments of the optimizer beside those below, such as momentum=0.9 for sgd."""
     optim_target_modules: str | None = None
@@ -156,9 +156,9 @@ class SFTConfig(
     """Compile each layer with torch.compile. If not set: on GPUs, for runs that are long enough to pay for it."""
     on_nonfinite_loss: Literal["stop", "skip"] = "stop"
     """What to do on a NaN or infinite loss: stop before the update and name the rows, or skip the step."""
-    fsdp: str | None = option(None, given_as="full_shard auto_wrap offload, …")
+    fsdp: str | None = option(None, metavar="full_shard auto_wrap offload, …")
     """Sharding options in transformers' format; override the launcher's."""
-    fsdp_config: dict[str, Any] | str | None = option(None, kind=object, given_as="a file")  # noqa: RUF009 - a field
+    fsdp_config: dict[str, Any] | str | None = option(None, kind=object, metavar="a file")  # noqa: RUF009 - a field
     """A file with `fsdp_*` keys; overrides the launcher's."""
     ddp_timeout: float = 1800
     """Seconds that the other ranks wait for a rank before the run fails."""
@@ -173,7 +173,7 @@ class SFTConfig(
     eval_samples: int = 0
     """At each evaluation, generate answers to this many prompts of the evaluation data and show them. A prompt is the
     text before the last trained part of a document."""
-    sample_prompts: str | None = option(None, given_as="a file: a prompt per line, or JSON lines with messages")
+    sample_prompts: str | None = option(None, metavar="a file: a prompt per line, or JSON lines with messages")
     """Generate answers to these prompts at each evaluation, instead of prompts of the evaluation data."""
     sample_max_new_tokens: int = 64
     """The maximum number of tokens in an answer."""
@@ -190,7 +190,7 @@ class SFTConfig(
     """Write checkpoints in the background; training waits only for a copy to host memory."""
     load_best_model_at_end: bool = False
     """Finish with the weights of the best evaluation instead of the last step."""
-    metric_for_best_model: str | None = option(None, given_as="eval_loss, eval_mean_token_accuracy, …")
+    metric_for_best_model: str | None = option(None, metavar="eval_loss, eval_mean_token_accuracy, …")
     """The metric that decides the best evaluation; eval_loss if not set."""
     greater_is_better: bool | None = None
     """Whether a higher value of that metric is better. If not set: false for losses, else true."""
@@ -213,7 +213,7 @@ class SFTConfig(
     plain."""
     report_to: str = option(
         "none",
-        given_as="none, auto, all, or tensorboard, wandb, mlflow, trackio, …",
+        metavar="none, auto, all, or tensorboard, wandb, mlflow, trackio, …",
         elsewhere=("wandb", "use_wandb", "logger"),
     )
     """Where to log metrics besides metrics.jsonl: TensorBoard, Weights & Biases, and every logger that transformers
@@ -224,7 +224,7 @@ class SFTConfig(
     push_to_hub: bool = False
     """Upload the result to the hub, as `hub_strategy` asks. If an upload fails, the result stays in `output_dir` and
     the run succeeds."""
-    hub_model_id: str | None = option(None, given_as="name or owner/name")
+    hub_model_id: str | None = option(None, metavar="name or owner/name")
     """The repository to upload to; named after `output_dir` if not set."""
     hub_private_repo: bool | None = None
     """Whether a new repository is private."""

@@ -19,7 +19,7 @@ from fullshard.config.paths import replace_text
 from fullshard.device import accelerator
 from fullshard.device.torch_private import local_of
 from fullshard.distributed import engines, runtime
-from fullshard.fsdp.gradients import held_by_no_sync
+from fullshard.fsdp.gradients import unreduced_gradient
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.report.records import STEP_FILE
 from fullshard.sft.training_state import TrainingState
@@ -78,25 +78,25 @@ class StepRecord:
         """Write the record."""
         if self.is_measuring:
             self._try(lambda: self._write(state.global_step))
-            self.engine.means.meter.observer = None
+            self.engine.context.meter.observer = None
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
     @property
     def is_measuring(self) -> bool:
         """Whether the current step is measured."""
-        return self.engine.means.meter.observer is not None
+        return self.engine.context.meter.observer is not None
 
     def _try(self, act: Callable[[], None]) -> None:
         """Measure, or stop measuring: a run does not fail, or make other ranks wait, because of its report."""
         try:
             act()
         except Exception as error:
-            self.engine.means.meter.observer = None
+            self.engine.context.meter.observer = None
             runtime.get_logger().warning("%s is not written: %s", STEP_FILE, first_line(error))
 
     def _begin(self) -> None:
-        meter = self.engine.means.meter
+        meter = self.engine.context.meter
         self._moment = "forward"
         self._timeline = {name: [] for name in ("moment", "unit", "operation", *PARTS)}
         self._before = {name: Counter(getattr(meter, name)) for name in COUNTERS}
@@ -120,7 +120,7 @@ class StepRecord:
 
     def _note(self, moment: str, unit: str, operation: str = "") -> None:
         sizes = self._sizes
-        sizes["gathered"] = self.engine.means.meter.live
+        sizes["gathered"] = self.engine.context.meter.live
         sizes["gradients"] = self._bytes(self._gradients())
         if self.counts_all:
             known = sum(size for name, size in sizes.items() if name != "other")
@@ -135,7 +135,7 @@ class StepRecord:
 
     def _gradients(self) -> Iterable[torch.Tensor]:
         for p in self.parameters:
-            unsynced = held_by_no_sync(p)
+            unsynced = unreduced_gradient(p)
             own = (unsynced.term, unsynced.base) if unsynced is not None else (p.shard.grad,)
             leaves = (leaf.grad for leaf in (p.full, p.full_global) if leaf is not None)
             yield from (grad for grad in (*own, *leaves) if grad is not None)
@@ -145,7 +145,7 @@ class StepRecord:
         yield from (t for one in states if isinstance(one, dict) for t in one.values() if torch.is_tensor(t))
 
     def _write(self, step: int) -> None:
-        meter = self.engine.means.meter
+        meter = self.engine.context.meter
         units = {
             unit.name: {
                 name: getattr(meter, name)[unit.name] - before[unit.name] for name, before in self._before.items()

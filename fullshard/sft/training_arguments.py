@@ -60,14 +60,14 @@ class ActivationOptions:
     skip_plan: bool = False
     """Start without planning the run: one that cannot fit is not stopped, and plan.json is not written."""
     gradient_checkpointing: bool | str = option(
-        True, kind=bool, besides=memory_budget, given_as="true, false, auto, or a size such as 40GiB"
+        True, kind=bool, besides=memory_budget, metavar="true, false, auto, or a size such as 40GiB"
     )
     """Recompute activations in the backward pass instead of keeping them: in all layers (true), in none (false), or in
     no more than needed for the free memory of the GPU (auto) or for a peak of allocated memory (a size)."""
     use_reentrant: bool = False
     """Use the reentrant variant of gradient checkpointing."""
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(
-        None, kind=dict, given_as="use_reentrant=true or false, or JSON"
+        None, kind=dict, metavar="use_reentrant=true or false, or JSON"
     )
     """Options of gradient checkpointing, as transformers takes them: `use_reentrant`."""
     activation_offloading: bool = False
@@ -99,7 +99,7 @@ class ActivationOptions:
 
 
 def _mapping() -> Any:
-    return option(None, kind=dict, given_as="name=value,…, or JSON")
+    return option(None, kind=dict, metavar="name=value,…, or JSON")
 
 
 @dataclass
@@ -120,7 +120,7 @@ class TrainerOptions:
     average_tokens_across_devices: bool = True
     """Weight all trained tokens of a step equally. If false, each rank's mean loss counts the same, whatever the number
     of its tokens."""
-    torch_compile_backend: str | None = option(None, given_as="a backend of torch.compile")
+    torch_compile_backend: str | None = option(None, metavar="a backend of torch.compile")
     """The backend of torch.compile; turns `torch_compile` on."""
     torch_compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = (
         None
@@ -134,20 +134,20 @@ class TrainerOptions:
     """Use deterministic algorithms only; slower. An operation without one is an error."""
     use_cpu: bool = option(False, script_only=True)
     """Train on CPUs even if there are GPUs."""
-    accelerator_config: dict[str, Any] | str | None = option(None, kind=object, given_as="a mapping, or JSON")
+    accelerator_config: dict[str, Any] | str | None = option(None, kind=object, metavar="a mapping, or JSON")
     """Accelerate's settings: `gradient_accumulation_kwargs` may hold `sync_each_batch`; the others change nothing, or
     are refused."""
     eval_delay: float = 0
     """Skip evaluations before this many steps (or epochs, if `eval_strategy` is epoch)."""
     prediction_loss_only: bool = False
     """Compute the loss alone in evaluations, without predictions: `compute_metrics` is then not called."""
-    include_num_input_tokens_seen: str = option("no", given_as="no, non_padding")
+    include_num_input_tokens_seen: str = option("no", metavar="no, non_padding")
     """Log the number of tokens seen so far, padding excluded, as `num_input_tokens_seen` too."""
     save_only_model: bool = False
     """Save checkpoints without the optimizer. A run that resumes from one starts with a new optimizer."""
     disable_tqdm: bool | None = None
     """Show plain lines instead of the live display."""
-    logging_dir: str | None = option(None, given_as="a folder")
+    logging_dir: str | None = option(None, metavar="a folder")
     """The folder for TensorBoard's files; `runs` in `output_dir` if not set."""
     hub_token: str | None = None
     """The token for uploads; that of `hf auth login` if not set. It is not written anywhere."""

@@ -21,9 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.config.errors import LayoutError, SpecError
-from fullshard.distributed import runtime
+from fullshard.distributed import engines, runtime
 from fullshard.distributed.console import Terminal
-from fullshard.spmd.sharding import sharding_of
 from fullshard.spmd.spec import Layout
 
 COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "bright_blue", "bright_green")
@@ -52,17 +51,11 @@ class ShardGrid:
 
 def visualize_tensor_sharding(t: torch.Tensor, *, use_color: bool | None = None, console: Console | None = None) -> str:
     """Print the layout of a sharded (or marked) tensor on rank 0; returns the drawing without colors."""
-    layout = sharding_of(t)
+    layout, shape = engines.current().layouts.sharding_of(t), tuple(t.shape)
     if layout is None:
         raise LayoutError(
-            f"a plain tensor of shape {tuple(t.shape)} has no layout to draw; shard it first: "
-            f"mark_sharding(t, mesh, spec)"
+            f"a plain tensor of shape {shape} has no layout to draw; shard it first: mark_sharding(t, mesh, spec)"
         )
-    return visualize_layout(layout, tuple(t.shape), use_color, console)
-
-
-def visualize_layout(layout: Layout, shape: tuple[int, ...], use_color: bool | None, console: Console | None) -> str:
-    """Print the layout of a tensor of the given shape."""
     return _show(ShardGrid.of(layout, shape), f"{_size(shape)}  {layout}", use_color, console)
 
 
@@ -73,7 +66,7 @@ def visualize_sharding(sharding: str, *, use_color: bool | None = None, console:
 
 def sharding_string(t: torch.Tensor) -> str:
     """The layout of a sharded tensor in XLA's notation."""
-    layout = sharding_of(t)
+    layout = engines.current().layouts.sharding_of(t)
     return "{replicated}" if layout is None else layout_string(layout, tuple(t.shape))
 
 

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from fullshard.config.errors import BatchError, BatchKeyError, SpecError
 from fullshard.device.torch_private import DTensorSpec, TensorMeta, tree_map
 from fullshard.distributed import runtime
-from fullshard.spmd.marked import become_marked, unmarked
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.redistribute import torch_layout
 from fullshard.spmd.sharding import mark_sharding
 from fullshard.spmd.spec import Layout, PartitionSpec
-from fullshard.spmd.tensor import FromLocal, Redistribute, is_sharded
+from fullshard.spmd.tensor import FromLocal, Redistribute, become_marked, is_sharded, unmarked
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,7 @@ class VirtualMesh(Mesh):
         return ("absent", self.mesh_shape, self.axis_names)
 
     def device_mesh_for(self, groups: AxisGroups) -> DeviceMesh:
+        """Refused: the devices are not part of this job."""
         raise MeshError(
             f"{self} is for plans: its {self.size()} device(s) are not part of this job, so nothing can be sharded or "
             f"sent over it; use fullshard.spmd.Mesh over the ranks of the job"

@@ -1,6 +1,6 @@
 """ATen operators: found by name, what they write to, and the table of our own sharding rules.
 
-`rules.py`, `rules_elementwise.py` and `rules_reductions.py` fill the table.
+`rules.py` and `rules_elementwise.py` fill the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Our own sharding rules, for operators for which torch has no rule, or one that is not exact.
 
-Rules for reductions are in `rules_reductions.py`; attention, convolutions and pooling are in `rules_elementwise.py`.
+Attention, convolutions and pooling are in `rules_elementwise.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The functions that set a tensor's layout: `mark_sharding` and its variants.
+"""The functions that set the layouts of tensors and modules: `mark_sharding`, its variants and `distribute_module`.
 
-Sharded tensors themselves are in `tensor.py`; modules are distributed in `module.py`, batches in `loader.py`.
+Sharded tensors themselves are in `tensor.py`; batches are sharded in `loader.py`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,34 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.config.errors import LayoutError, MeshError
-from fullshard.device.torch_private import DTensorSpec, TensorMeta, spec_of, take_shard, tree_flatten, tree_unflatten
+from fullshard.device.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    buffers_of,
+    parameters_of,
+    spec_of,
+    take_shard,
+    tree_flatten,
+    tree_unflatten,
+)
 from fullshard.distributed import runtime
 from fullshard.spmd import unused_annotations
 from fullshard.spmd.debug_check import require_same
-from fullshard.spmd.marked import MarkedTensor, become_marked, become_plain, unmarked
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.spmd.redistribute import layout_of, replicated, torch_layout, without_partial
 from fullshard.spmd.spec import Layout, PartitionSpec
 from fullshard.spmd.tensor import (
     FromLocal,
+    MarkedTensor,
     Redistribute,
     ShardedTensor,
     ToFull,
     ToSharded,
+    become_marked,
+    become_plain,
     is_sharded,
     redistributed,
+    unmarked,
 )
 
 
@@ -172,7 +184,7 @@ def layout_on(t: DTensor, mesh: Mesh, apart_from: Collection[str]) -> Layout | N
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:
     """This rank's shard as a plain tensor, padded with zeros so that all ranks have the same shape."""
-    mesh = given_or_global(mesh)
+    mesh = mesh_or_global(mesh)
     layout = Layout.of(mesh, partition_spec, shape_of(t))
     device_mesh, placements = torch_layout(layout, t.shape)
     t = unmarked(t)
@@ -212,7 +224,7 @@ def layout_of_shard(
 ) -> tuple[Layout, tuple[int, ...]]:
     """The layout of the tensor of which `t` is a shard, padded, and that tensor's shape."""
     full_shape = tuple(int(size) for size in full_shape)
-    layout = Layout.of(given_or_global(mesh), partition_spec, full_shape)
+    layout = Layout.of(mesh_or_global(mesh), partition_spec, full_shape)
     if tuple(t.shape) != layout.shard_shape(full_shape):
         raise LayoutError(
             f"the local tensor has shape {tuple(t.shape)}; a shard of a {full_shape} tensor with layout {layout} has "
@@ -221,7 +233,7 @@ def layout_of_shard(
     return layout, full_shape
 
 
-def given_or_global(mesh: Mesh | None) -> Mesh:
+def mesh_or_global(mesh: Mesh | None) -> Mesh:
     """The mesh of a call: the given one, else that of all calls."""
     mesh = mesh or get_global_mesh()
     if mesh is None:
@@ -240,3 +252,71 @@ def full_tensor(t: torch.Tensor) -> torch.Tensor:
     """The full value of a sharded tensor as a plain one, on every rank; a plain tensor is its own full value."""
     t = unmarked(t)
     return ToFull.apply(t) if is_sharded(t) else t
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:
+    """Shard the marked parameters of a module and replicate the others, in place.
+
+    Tied parameters stay tied. Existing gradients are sharded too, and every later gradient gets the layout of its
+    parameter. Buffers are replicated, or keep the layout they were marked with.
+    """
+    runtime.refuse_foreign_wrappers(module)
+    moved: dict[int, torch.Tensor] = {}
+    for path, part in module.named_modules():
+        for name, parameter in parameters_of(part).items():
+            if parameter is not None:
+                if id(parameter) not in moved:
+                    full_name = f"{path}.{name}" if path else name
+                    moved[id(parameter)] = _distributed_parameter(parameter, mesh, full_name)
+                    unused_annotations.replaced(parameter, full_name)
+                parameters_of(part)[name] = moved[id(parameter)]
+        for name, buffer in buffers_of(part).items():
+            if buffer is not None:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = _laid_out(buffer, _marked_layout(buffer, mesh, name))
+                buffers_of(part)[name] = moved[id(buffer)]
+    return module
+
+
+def _distributed_parameter(old: nn.Parameter, mesh: Mesh, name: str) -> nn.Parameter:
+    layout = _marked_layout(old, mesh, name)
+    new = nn.Parameter(_laid_out(old.detach(), layout), requires_grad=old.requires_grad)
+    if old.grad is not None:
+        new.grad = _laid_out(old.grad, layout)
+    if old.requires_grad:
+        new.register_hook(_GradientLayout(new))
+    return new
+
+
+class _GradientLayout:
+    """A hook that redistributes a gradient to the layout of its parameter."""
+
+    def __init__(self, parameter: torch.Tensor):
+        self.parameter = parameter
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        assert is_sharded(self.parameter)
+        if not is_sharded(grad):
+            return shard(grad, layout_of(spec_of(self.parameter)))
+        return redistributed(grad, self.parameter.device_mesh, without_partial(self.parameter.placements))
+
+
+def _marked_layout(t: torch.Tensor, mesh: Mesh, name: str) -> Layout:
+    marked = sharding_of(t)
+    if marked is None:
+        return Layout(mesh, ((),) * t.ndim)
+    if marked.mesh != mesh:
+        raise LayoutError(
+            f"{name} is marked on {marked.mesh} and the module is distributed over {mesh}; use the same mesh"
+        )
+    return marked
+
+
+def _laid_out(t: torch.Tensor, layout: Layout) -> ShardedTensor:
+    t = unmarked(t)
+    if is_sharded(t):
+        return redistributed(t, *torch_layout(layout, t.shape))
+    return shard(t.detach(), layout)

@@ -25,6 +25,7 @@ from fullshard.device.torch_private import (
     no_torch_function,
     set_local,
     spec_of,
+    tree_map,
 )
 from fullshard.distributed import runtime
 from fullshard.spmd.debug_check import require_same
@@ -256,11 +257,13 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], gradient_too: bool) -> Any:
+        """Redistribute the value."""
         ctx.target = (mesh, placements) if gradient_too else None
         return redistributed(t, mesh, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        """Redistribute the gradient, if it takes the new layout too."""
         if ctx.target is not None:
             mesh, placements = ctx.target
             grad = redistributed(grad, mesh, without_partial(placements))
@@ -272,10 +275,12 @@ class ToSharded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
+        """Take this rank's shard of the value."""
         return sharded_copy(t, mesh, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        """Gather the gradient."""
         return full_of(grad), None, None
 
 
@@ -284,12 +289,14 @@ class ToFull(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: DTensor) -> torch.Tensor:
+        """Gather the value."""
         ctx.mesh = t.device_mesh
         full = redistribute(local_of(t), spec_of(t), spec_with(spec_of(t), ctx.mesh, replicated(ctx.mesh)))
         return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Take the gradient, which is the same on every rank, as replicated."""
         return as_replicated(grad, ctx.mesh)
 
 
@@ -298,11 +305,13 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
+        """Take this rank's shard."""
         ctx.spec = spec_with(spec_of(t), t.device_mesh, grad_placements or without_partial(t.placements))
         return local_of(t).view_as(local_of(t))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Take the gradient as a shard of a sharded gradient."""
         return ShardedTensor(grad, ctx.spec, requires_grad=False), None
 
 
@@ -311,11 +320,13 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, spec: DTensorSpec) -> Any:
+        """Take the shards as one tensor."""
         ctx.spec = spec
         return ShardedTensor(shard.view_as(shard), spec, requires_grad=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        """Take this rank's shard of the gradient."""
         return local_of(redistributed(grad, ctx.spec.mesh, without_partial(ctx.spec.placements))), None
 
 
@@ -335,3 +346,47 @@ def as_replicated(t: torch.Tensor, mesh: DeviceMesh) -> ShardedTensor:
     require_same(t, mesh)
     # Detached, because torch warns if a shard needs a gradient and its tensor does not; the memory is the same.
     return ShardedTensor(t.detach(), DTensorSpec(mesh, replicated(mesh), tensor_meta=meta_of(t)), requires_grad=False)
+
+
+# --- plain tensors that were sharded in place -----------------------------------------------------------------------
+
+
+class MarkedTensor(torch.Tensor):
+    """A plain tensor that `mark_sharding` has sharded in place. torch cannot turn a plain tensor object into a sharded
+    one: the object keeps its identity, holds a `ShardedTensor` and forwards every function and attribute to it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map(unmarked, args), **tree_map(unmarked, kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(unmarked(self), name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # so that is_sharded(t) is true
+        return ShardedTensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unmarked(self).__reduce_ex__(protocol)
+
+
+_set_class = object.__dict__["__class__"].__set__
+
+
+def become_marked(t: torch.Tensor, sharded: ShardedTensor) -> None:
+    """Make the plain tensor `t` hold `sharded`; its own memory is freed."""
+    t.data = t.detach().new_empty(0)
+    t.__dict__["_sharded"] = sharded
+    _set_class(t, MarkedTensor)
+
+
+def become_plain(t: torch.Tensor, value: torch.Tensor) -> None:
+    """Undo `become_marked`: `t` is a plain tensor that holds `value`."""
+    _set_class(t, torch.Tensor)
+    t.__dict__.pop("_sharded")
+    t.data = value.detach()
+
+
+def unmarked(t: Any) -> Any:
+    """The sharded value of a tensor that was marked in place; anything else unchanged."""
+    return t.__dict__["_sharded"] if type(t) is MarkedTensor else t

@@ -10,12 +10,12 @@ from fullshard.spmd.draw import sharding_string as sharding_string
 from fullshard.spmd.draw import visualize_tensor_sharding as visualize_tensor_sharding
 from fullshard.spmd.loader import ShardedLoader as ShardedLoader
 from fullshard.spmd.loader import ShardingSpec as ShardingSpec
-from fullshard.spmd.module import distribute_module as distribute_module
 from fullshard.spmd.sharding import annotate_custom_sharding as annotate_custom_sharding
 from fullshard.spmd.sharding import apply_backward_optimization_barrier as apply_backward_optimization_barrier
 from fullshard.spmd.sharding import apply_xla_patch_to_nn_linear as apply_xla_patch_to_nn_linear
 from fullshard.spmd.sharding import clear_sharding as clear_sharding
 from fullshard.spmd.sharding import disable_manual_sharding as disable_manual_sharding
+from fullshard.spmd.sharding import distribute_module as distribute_module
 from fullshard.spmd.sharding import enable_manual_sharding as enable_manual_sharding
 from fullshard.spmd.sharding import full_tensor as full_tensor
 from fullshard.spmd.sharding import mark_sharding as mark_sharding

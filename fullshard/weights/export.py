@@ -1,6 +1,6 @@
 """`save_pretrained`: writes a sharded model as files that transformers reads, one tensor at a time.
 
-All ranks send their shards of a tensor to rank 0, which writes it (`model_dir_writer.py`, `safetensors_writer.py`).
+All ranks send their shards of a tensor to rank 0, which writes it (`model_dir_writer.py`, `safetensors_files.py`).
 Conversions done at load are reversed (`key_mapping.py`).
 """
 

@@ -147,7 +147,7 @@ def _load(
         for p in plan.parameters:
             p.give_memory()
         _compute_buffers(model, plan)
-        total = sum(p.held * reader.dtype.itemsize for p, reader in plan.reads)
+        total = sum(p.local_numel * reader.dtype.itemsize for p, reader in plan.reads)
         with Bar("loading", total, progress) as bar:
 
             def show() -> None:

@@ -39,7 +39,7 @@ def merge_adapter(
     base: str | Path | None = None,
     dtype: torch.dtype | str | None = None,
     dequantized: Any = None,
-    held_as: torch.dtype | str | None = None,
+    stored_as: torch.dtype | str | None = None,
     max_shard_size: int | str = "10GB",
     verify: bool = True,
     progress: bool = True,
@@ -51,7 +51,7 @@ def merge_adapter(
     - `dequantized`: by default a QLoRA adapter is merged into the weights before quantization. With the quantization
       of the run (a `BitsAndBytesConfig` or a mapping with its fields; True if the base is stored in 4 bits) it is
       merged into the dequantized weights, converted to `dtype`: the weights it was trained with.
-    - `held_as`: the dtype of the weights when the run quantized them; None for the base's.
+    - `stored_as`: the dtype of the weights when the run quantized them; None for the base's.
     - `max_shard_size`, `verify`, `progress`: as in `save_pretrained`.
     """
     from peft import PeftConfig
@@ -66,12 +66,12 @@ def merge_adapter(
     config, how = _read_base_config(where, dequantized)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_source(where))
-        held_dtype = choose_dtype(held_as, config, source)
+        stored_dtype = choose_dtype(stored_as, config, source)
         plain = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
         if rows > plain.get_input_embeddings().weight.shape[0]:
             plain.resize_token_embeddings(rows, mean_resizing=False)
         form = _form(plain)
-        readers = _base_readers(plain, source, form, how, held_dtype)
+        readers = _base_readers(plain, source, form, how, stored_dtype)
         method = getattr(peft_config, "init_lora_weights", None)
         model = _with_adapter_layers(plain, peft_config)
         merged = MergedLayers(model, _read_adapter(model, folder), form, method)
@@ -125,14 +125,14 @@ def _base_readers(
     source: SafetensorsFiles,
     form: dict[str, torch.Tensor],
     how: Quantization | None,
-    held_dtype: torch.dtype,
+    stored_dtype: torch.dtype,
 ) -> dict[str, TensorReader]:
     """Readers for the base's weights: rounded to 4 bits if `how` is given, embeddings with the rows of the result."""
     mapping = find_readers(plain, {name: tuple(t.shape) for name, t in plain.state_dict().items()}, source)
     plain._weight_conversions = mapping.conversions
     readers = mapping.readers
     if how is not None:
-        readers |= rounded_readers(plain, source, readers, how, held_dtype, plain.dtype)
+        readers |= rounded_readers(plain, source, readers, how, stored_dtype, plain.dtype)
     for name in may_grow(plain, {id(p): [n] for n, p in plain.named_parameters()}) & readers.keys():
         if readers[name].shape[0] < form[name].shape[0]:
             readers[name] = grown_reader(readers[name], form[name].shape[0], alone=True)

@@ -49,13 +49,14 @@ class Rounded(_Whole):
     """A dense weight, converted to dtype `held` (that of the training run), quantized and dequantized."""
 
     def __init__(
-        self, reader: TensorReader, scheme: Scheme, held_dtype: torch.dtype, dtype: torch.dtype, transposed: bool
+        self, reader: TensorReader, scheme: Scheme, stored_dtype: torch.dtype, dtype: torch.dtype, transposed: bool
     ):
         super().__init__(reader.shape, dtype, transposed)
-        self.reader, self.scheme, self.held_dtype = reader, scheme, held_dtype
+        self.reader, self.scheme, self.stored_dtype = reader, scheme, stored_dtype
 
     def value(self) -> torch.Tensor:
-        dense = self.reader[()].to(self.held_dtype)
+        """The whole weight, quantized and dequantized."""
+        dense = self.reader[()].to(self.stored_dtype)
         flat = (dense.T if self.transposed else dense).reshape(-1)
         parts = sharded_groups.quantize_shard(flat, math.prod(self.shape), self.scheme)
         return sharded_groups.dense(parts, self.form, self.scheme, self.dtype)
@@ -64,17 +65,18 @@ class Rounded(_Whole):
 class RoundedStack(TensorReader):
     """A fused expert weight, quantized and dequantized one expert at a time."""
 
-    def __init__(self, reader: TensorReader, scheme: Scheme, held_dtype: torch.dtype, dtype: torch.dtype):
+    def __init__(self, reader: TensorReader, scheme: Scheme, stored_dtype: torch.dtype, dtype: torch.dtype):
         self.shape, self.dtype = reader.shape, dtype
-        self.reader, self.scheme, self.held_dtype = reader, scheme, held_dtype
+        self.reader, self.scheme, self.stored_dtype = reader, scheme, stored_dtype
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """A job per expert."""
         for part, i in zip(out, range(cuts[0].start, cuts[0].stop), strict=True):
             yield functools.partial(self._one, part, i, cuts[1:])
 
     def _one(self, out: torch.Tensor, i: int, cuts: Cuts) -> None:
         shape = self.shape[1:]
-        flat = self.reader[i : i + 1].to(self.held_dtype).reshape(-1)
+        flat = self.reader[i : i + 1].to(self.stored_dtype).reshape(-1)
         parts = sharded_groups.quantize_shard(flat, math.prod(shape), self.scheme)
         out.copy_(sharded_groups.dense(parts, shape, self.scheme, self.dtype)[cuts])
 
@@ -90,6 +92,7 @@ class Dequantized(_Whole):
         self.source, self.name = source, name
 
     def value(self) -> torch.Tensor:
+        """The whole weight, dequantized."""
         tensors = {key: Stored(self.source, entry)[()] for key, entry in self.parts.items()}
         parts, scheme = sharded_groups.from_state(*bnb_format.from_tensors(tensors, self.name))
         return sharded_groups.dense(parts, self.form, scheme, self.dtype)
@@ -100,7 +103,7 @@ def rounded_readers(
     source: SafetensorsFiles,
     readers: Mapping[str, TensorReader],
     how: Quantization,
-    held_dtype: torch.dtype,
+    stored_dtype: torch.dtype,
     dtype: Any,
 ) -> dict[str, TensorReader]:
     """Readers for the weights that are quantized, in `dtype`, by their names in the model (which is on meta)."""
@@ -110,11 +113,11 @@ def rounded_readers(
         if bnb_format.is_quantized(source.entries, key):
             rounded[key] = Dequantized(source, key, tuple(linear.weight.shape), dtype, form.transposed)
         elif key in readers:
-            rounded[key] = Rounded(readers[key], how.scheme, held_dtype, dtype, form.transposed)
+            rounded[key] = Rounded(readers[key], how.scheme, stored_dtype, dtype, form.transposed)
     for name, _, weights in expert_modules(model, how.skip):
         for own in weights:
             if (key := f"{name}.{own}") in readers:
-                rounded[key] = RoundedStack(readers[key], how.scheme, held_dtype, dtype)
+                rounded[key] = RoundedStack(readers[key], how.scheme, stored_dtype, dtype)
     return rounded
 
 

@@ -73,11 +73,13 @@ class Stored(TensorReader):
         self.shape, self.dtype = entry.shape, entry.dtype
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
+        """Read elements `start` to `stop` of the flattened tensor, in one piece."""
         out = torch.empty(stop - start, dtype=self.dtype)
         self._fetch(out, [start], stop - start)
         return out
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """Reads of the file, of about `JOB_BYTES` each."""
         size = math.prod(lengths(self._widened(cuts))) * self.dtype.itemsize
         dim = next((dim for dim, n in enumerate(lengths(cuts)) if n > 1), None)
         if size <= JOB_BYTES or dim is None:
@@ -154,6 +156,7 @@ class Joined(TensorReader):
         self.dtype = parts[0].dtype
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """The jobs of the parts that the slice touches."""
         span, begin = cuts[self.dim], 0
         for part in self.parts:
             end = begin + part.shape[self.dim]
@@ -176,6 +179,7 @@ class Stacked(TensorReader):
         self.dtype = parts[0].dtype
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """The jobs of the parts that the slice selects."""
         span = cuts[self.dim]
         for i in range(span.start, span.stop):
             cut = (*cuts[: self.dim], *cuts[self.dim + 1 :])
@@ -193,6 +197,7 @@ class Transposed(TensorReader):
         self.dtype = inner.dtype
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """The jobs of the inner tensor."""
         yield from self.inner.jobs(out.permute(self.order), tuple(cuts[dim] for dim in self.order))
 
 
@@ -205,6 +210,8 @@ class Computed(TensorReader):
         self.shape, self.dtype, self.compute = tuple(shape), dtype, compute
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """One job, which computes the whole tensor."""
+
         def whole(reader: TensorReader) -> torch.Tensor:
             value = reader[()]
             return value.to(out.dtype) if value.is_floating_point() else value

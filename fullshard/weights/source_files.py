@@ -24,7 +24,7 @@ from torch import nn
 from fullshard.config.errors import WeightsError
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import agree, host_group, run_on_all_ranks
-from fullshard.fsdp.write_count import piece_of, writes_of
+from fullshard.fsdp.parameter import piece_of, writes_of
 from fullshard.weights.block_checksums import UNKNOWN, remembered
 from fullshard.weights.locate import weight_files
 from fullshard.weights.safetensors_files import SafetensorsFiles, file_names

@@ -37,6 +37,7 @@ class Repeated(TensorReader):
         self.row, self.shape, self.dtype = row, (count, *row.shape), dtype
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """One job, which copies the row."""
         if out.numel():
             yield lambda: out.copy_(self.row[cuts[1:]].expand(out.shape))
 
@@ -49,6 +50,8 @@ class PickedRows(TensorReader):
         self.shape = (len(self.rows), *reader.shape[1:])
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """One job, which reads the rows one by one."""
+
         def pick() -> None:
             for target, row in zip(out, self.rows[cuts[0]], strict=True):
                 rounded = torch.empty((1, *target.shape), dtype=self.dtype)

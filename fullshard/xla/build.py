@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.config.errors import MeshError, UnsupportedError
+from fullshard.config.errors import UnsupportedError
 from fullshard.device.torch_private import parameters_of
 from fullshard.distributed import runtime
 from fullshard.fsdp import checks, shard
-from fullshard.fsdp import policy as policies
-from fullshard.fsdp.extended_class import WrappedModule, extended_class
-from fullshard.fsdp.plan_model import AlreadySharded, plan_model, replica_axes, terms_of, with_children
-from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
+from fullshard.fsdp.plan_model import AlreadySharded, plan_model, with_children
+from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.fsdp.wrapped_module import Options, WrappedModule, choose_units, extended_class, wrapped_inside
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
 from fullshard.xla.units import Annotated, OutputRule, ShardedModel, Unit
 
 
-@dataclass(frozen=True)
-class Options:
-    """The user's options, validated."""
-
-    mesh: Mesh
-    shard_output: Callable[[Any, Mesh], Any] | None
-    extra_data_axis: str | None
-    strategy: ShardingStrategy
-    precision: MixedPrecision
-    ignored: set[nn.Module]
-    param_init_fn: Callable[[nn.Module], Any] | None
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """The axes besides `fsdp` over which the batch is split."""
-        return replica_axes(self.mesh, self.extra_data_axis)
-
-
-def refuse_options(options: Options, module: nn.Module, *, cpu_offload: bool, sync_module_states: bool | None) -> None:
+def refuse_options(options: Options, module: nn.Module) -> None:
     """Refuse what only the torch engine can do."""
     if options.strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2):
         instead = "HYBRID_SHARD" if options.strategy.hybrid else "FULL_SHARD"
@@ -49,12 +28,12 @@ def refuse_options(options: Options, module: nn.Module, *, cpu_offload: bool, sy
             f"strategy={options.strategy.name} keeps gathered values until backward; on XLA the compiler decides how "
             f"long they live. Use {instead}, which lays out parameters in the same way"
         )
-    if cpu_offload:
+    if options.cpu_offload:
         raise UnsupportedError(
             "cpu_offload=True keeps parameters in host memory, which the programs of the XLA compiler cannot read; use "
             "more devices, activation checkpointing or LoRA"
         )
-    if sync_module_states and runtime.process_count() > 1:
+    if options.sync_module_states and runtime.process_count() > 1:
         raise UnsupportedError(
             "sync_module_states=True: values are not sent between the processes of the XLA engine. Draw or load the "
             "same values in each (runtime.seed(n) seeds all of them alike)"
@@ -68,30 +47,29 @@ def refuse_options(options: Options, module: nn.Module, *, cpu_offload: bool, sy
         )
 
 
-def report_without_effect(**is_default: bool) -> None:
+def report_without_effect(options: Options) -> None:
     """Report options that are not at their default and change nothing, because the compiler decides."""
-    for name, default in is_default.items():
-        if not default:
+    for name, is_default in {
+        "forward_prefetch": options.forward_prefetch,
+        "backward_prefetch": options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
+        "gathers_in_flight": options.gathers_in_flight == 1,
+        "timeout": options.timeout is None,
+        "small_parameter_bytes": options.small_bytes is None,
+    }.items():
+        if not is_default:
             runtime.warn_once(
                 f"xla-{name}", f"FSDPv2: {name} has no effect on XLA, where the compiler schedules communication"
             )
 
 
-def assemble(
-    root: nn.Module,
-    options: Options,
-    auto_wrap_policy: Any,
-    auto_wrapper_callable: Callable[..., Any] | None,
-    wrapper_options: dict[str, Any],
-    wrapped_class: type[WrappedModule],
-) -> None:
+def assemble(root: nn.Module, options: Options, wrapped_class: type[WrappedModule]) -> None:
     """Annotate the module's parameters as the plan says, and extend the classes of the modules that are units."""
+    refuse_options(options, root)
+    report_without_effect(options)
     runtime.use_spmd()
-    chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), options.ignored)
-    if auto_wrapper_callable is not None and chosen:
-        policies.wrap_chosen(root, chosen, auto_wrapper_callable, options.mesh, wrapper_options)
-        chosen = []
-    inner = _inner_units(root, options)
+    chosen = choose_units(root, options)
+    wrapped_before: list[Any] = wrapped_inside(root, options.mesh)
+    inner = [module._fullshard_unit for module in wrapped_before]
     ignored = with_children(options.ignored)
     shard.read_values(root, ignored)
     if options.param_init_fn is not None and any(p.is_meta for p in root.parameters()):
@@ -115,34 +93,16 @@ def assemble(
         )
 
 
-def _inner_units(root: nn.Module, options: Options) -> list[Unit]:
-    """The units of modules that were wrapped before."""
-    units = []
-    for name, module in root.named_modules():
-        unit = getattr(module, "_fullshard_unit", None)
-        if isinstance(unit, Unit):
-            if module._fullshard_mesh != options.mesh:
-                raise MeshError(
-                    f"{name} is wrapped over {module._fullshard_mesh} and the module around it over {options.mesh}; "
-                    f"use one mesh for both"
-                )
-            units.append(unit)
-    return units
-
-
 def _make_units(
     root: nn.Module, chosen: list[nn.Module], inner: list[Unit], options: Options, ignored: set[nn.Module]
 ) -> list[Unit]:
     """The units of the plan: new ones, and those of modules that were wrapped before."""
-    terms = terms_of(
-        options.mesh, options.strategy, options.precision, options.extra_data_axis, 0, point_to_point=False
-    )
+    inputs = dataclasses.replace(options.inputs(point_to_point=False), small_bytes=0, any_order=True)
     known = {id(p.parameter): AlreadySharded(p.plan, unit.module) for unit in inner for p in unit.parameters}
     # A parameter that another module still holds as it was before a part of the model was wrapped.
     originals = {id(p): known.get(id(shard.replaced[p].parameter)) for p in root.parameters() if p in shard.replaced}
     known |= {key: earlier for key, earlier in originals.items() if earlier is not None}
-    terms, wrapped = dataclasses.replace(terms, any_order=True), {unit.module for unit in inner}
-    plan = plan_model(root, chosen, terms, ignored, known, wrapped)
+    plan = plan_model(root, chosen, inputs, ignored, known, {unit.module for unit in inner})
     modules = dict(root.named_modules())
     existing = {unit.module: unit for unit in inner}
     units = []
@@ -166,7 +126,7 @@ def _make_units(
 def _annotated(plan: Any, modules: dict[str, nn.Module], mesh: Mesh) -> Annotated:
     """A parameter of the plan, on the devices."""
     sites = [(modules[path], name) for path, _, name in (full.rpartition(".") for full in plan.names)]
-    if plan.on_host:
+    if plan.in_host_memory:
         raise UnsupportedError(
             f"{plan.name} is kept in host memory (keep_on_host), which the programs of the XLA compiler cannot read"
         )

@@ -5,14 +5,38 @@ Only names and plain values are here; what an engine does is imported when it is
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from fullshard.config.errors import NameMissingError
+from fullshard.distributed import guide_names
 from fullshard.distributed.engines import Devices, Engine, HostShards
 from fullshard.xla import limits
 
 if TYPE_CHECKING:
     import torch
+
+_UPSTREAM = {
+    "torch_xla.core.xla_model": (
+        "fork_rng", "get_stablehlo", "get_stablehlo_bytecode", "is_xla_tensor", "xla_device_kind", "xla_real_devices",
+    ),
+    "torch_xla.runtime": (
+        "get_num_cached_compilation_graph", "global_runtime_device_attributes", "is_bf16_supported",
+        "runtime_device_attributes", "set_device_type",
+    ),
+    "torch_xla.distributed.spmd": ("XLAPatchedLinear", "xla_patched_nn_linear_forward"),
+}  # fmt: skip
+"""Names of PyTorch/XLA that have a meaning on XLA alone, by the module of torch_xla that has them."""
+_REFUSED = {
+    "set_replication": "one process drives all devices; call fullshard.runtime.use_spmd()",
+    "xla_replication_devices": "fullshard.runtime.global_runtime_device_count() counts the devices",
+    "wrap_as_sharded_tensor": "use wrap_if_sharded(t)",
+    "local_runtime_devices": "fullshard.runtime.addressable_device_count() counts the devices of this process",
+    "set_cache_path": "use initialize_cache(path)",
+    **dict.fromkeys(("dynamic_expand", "dynamic_view_as"), "torch_xla no longer has it"),
+}
+"""Its names that are refused, and why. Collectives are: with one process torch_xla's return their input unchanged."""
 
 
 class XLAEngine:
@@ -70,9 +94,12 @@ class XLAEngine:
 
     def guide_name(self, module: str, known_as: str, name: str, instead: str) -> Any:
         """torch_xla's own object, or the error that names the replacement."""
-        from fullshard.xla import upstream_names
-
-        return upstream_names.find_upstream_name(module, known_as, name, instead)
+        if known_as in guide_names.MODULES:
+            return getattr(importlib.import_module(guide_names.MODULES[known_as][0]), name)
+        for home, names in _UPSTREAM.items():
+            if name in names:
+                return getattr(importlib.import_module(home), name)
+        raise NameMissingError(f"PyTorch/XLA's {known_as}.{name} is not in {module}: {_REFUSED.get(name, instead)}")
 
     def check_sharding(self, settings: Any) -> None:
         """Refuse sharding settings that the compiler decides or does not have."""

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.config.errors import FSDPError, UnsupportedError
-from fullshard.fsdp import checks
+from fullshard.config.errors import UnsupportedError
+from fullshard.distributed import runtime
+from fullshard.fsdp import checks, grad_clip
 from fullshard.fsdp import state_dict as state
-from fullshard.fsdp.extended_class import WrappedModule
 from fullshard.fsdp.plan import ShardingPlan
-from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fullshard.fsdp.torch_methods import SERVED, refuse_keywords, refuse_methods
-from fullshard.spmd.mesh import Mesh
-from fullshard.xla import build, values
+from fullshard.fsdp.strategy import dtype_of
+from fullshard.fsdp.torch_methods import SERVED, refuse_methods
+from fullshard.fsdp.wrapped_module import Options, WrappedModule
+from fullshard.xla import build
+from fullshard.xla.tensor import full_tensor, is_xla_tensor
 from fullshard.xla.units import ShardedModel, Unit
 
 
@@ -34,6 +34,11 @@ class FSDPv2(WrappedModule):
 
     _fullshard_unit: Unit
     _fullshard_model: ShardedModel
+
+    @staticmethod
+    def _fullshard_assemble(module: nn.Module, options: Options) -> None:
+        build.assemble(module, options, FSDPv2)
+        _check_optimizers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._fullshard_model.run(self._fullshard_unit, super().__call__, args, kwargs)  # type: ignore[misc]
@@ -57,12 +62,11 @@ class FSDPv2(WrappedModule):
 
         The norm stays on the devices. `error_if_nonfinite` reads it, which waits for the step.
         """
-        if norm_type <= 0:
-            raise FSDPError(f"clip_grad_norm_: norm_type={norm_type} is not a norm; expected a positive number or inf")
-        parameters = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, foreach=False)
-        if error_if_nonfinite and not math.isfinite(norm.item()):
-            raise FSDPError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, which is not finite")
+        p = grad_clip.check_norm_type(norm_type)
+        parameters = [q for q in self.parameters() if q.grad is not None]  # type: ignore[attr-defined]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, p, foreach=False)
+        if error_if_nonfinite:
+            grad_clip.refuse_nonfinite(norm)
         return norm
 
     # --- values -----------------------------------------------------------------------------------------------------
@@ -71,17 +75,17 @@ class FSDPv2(WrappedModule):
     def summon_full_params(self, *, writeback: bool = True, offload_to_cpu: bool = False) -> Iterator[None]:
         """Inside, modules hold whole parameters: on every device, or in host memory. With `writeback`, changes are
         kept."""
-        with values.summon_full_params(self._fullshard_model, writeback, offload_to_cpu):
+        with _summon_full_params(self._fullshard_model, writeback, offload_to_cpu):
             yield
 
     def full_state_dict(self, *, rank0_only: bool = False, cpu: bool = True) -> dict[str, torch.Tensor]:
         """Whole values under the plain module's names. With `rank0_only`, other processes get an empty dict. All
         processes must call it."""
-        return values.full_state_dict(self, rank0_only, cpu)
+        return _full_state_dict(self, rank0_only, cpu)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole values; parameters keep their layouts."""
-        values.give_memory(self._fullshard_model, self, state_dict)
+        _give_memory(self._fullshard_model, self, state_dict)
         result = super().load_state_dict(state_dict, strict=strict, assign=False)  # type: ignore[misc]
         self._fullshard_model.settle()
         return result
@@ -103,12 +107,14 @@ class FSDPv2(WrappedModule):
     # --- refusals ---------------------------------------------------------------------------------------------------
 
     def compile_units(self, say: Any = None, **options: Any) -> NoReturn:
+        """Refused: whole steps are compiled."""
         raise UnsupportedError(
             "compile_units() is torch.compile for each unit; on XLA the whole step is compiled already. Remove the call"
         )
 
     @property
     def meter(self) -> NoReturn:
+        """Refused: the compiler issues the collectives."""
         raise UnsupportedError(
             "model.meter counts the collectives that the torch engine issues; on XLA the compiler issues them. Its own "
             "dump lists them: XLA_FLAGS=--xla_dump_to=<folder>, before the first computation"
@@ -122,56 +128,62 @@ refuse_methods(
 SpmdFullyShardedDataParallel = FSDPv2
 
 
-def _wrap(
-    module: nn.Module,
-    mesh: Mesh | None = None,
-    shard_output: Callable[[Any, Mesh], Any] | None = None,
-    *,
-    auto_wrap_policy: Any = None,
-    auto_wrapper_callable: Callable[..., Any] | None = None,
-    extra_data_axis: str | None = None,
-    strategy: ShardingStrategy | str | int = ShardingStrategy.FULL_SHARD,
-    mixed_precision: MixedPrecision | str | torch.dtype | None = None,
-    cpu_offload: bool = False,
-    forward_prefetch: bool = True,
-    backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
-    gathers_in_flight: int = 1,
-    ignored_modules: Iterable[nn.Module] | None = None,
-    param_init_fn: Callable[[nn.Module], Any] | None = None,
-    sync_module_states: bool | None = None,
-    timeout: float | None = None,
-    small_parameter_bytes: int | None = None,
-    **of_torch: Any,
-) -> Any:
-    refuse_keywords(of_torch)
-    options = build.Options(
-        mesh=checks.check_mesh(mesh, extra_data_axis),
-        shard_output=shard_output,
-        extra_data_axis=extra_data_axis,
-        strategy=ShardingStrategy.of(strategy),
-        precision=MixedPrecision.of(mixed_precision),
-        ignored=set(ignored_modules or ()),
-        param_init_fn=param_init_fn,
-    )
-    checks.check_module(module, FSDPv2, auto_wrap_policy)
-    build.refuse_options(options, module, cpu_offload=cpu_offload, sync_module_states=sync_module_states)
-    build.report_without_effect(
-        forward_prefetch=forward_prefetch is True,
-        backward_prefetch=BackwardPrefetch.of(backward_prefetch) is BackwardPrefetch.BACKWARD_PRE,
-        gathers_in_flight=gathers_in_flight == 1,
-        timeout=timeout is None,
-        small_parameter_bytes=small_parameter_bytes is None,
-    )
-    wrapper_options = {
-        "extra_data_axis": extra_data_axis, "strategy": options.strategy, "mixed_precision": options.precision,
-        "ignored_modules": ignored_modules, "param_init_fn": param_init_fn,
-    }  # fmt: skip
-    build.assemble(module, options, auto_wrap_policy, auto_wrapper_callable, wrapper_options, FSDPv2)
-    _check_optimizers()
-    return module
+# --- reading and writing values ---------------------------------------------------------------------------------------
 
 
-FSDPv2._fullshard_wrap = staticmethod(_wrap)
+@contextlib.contextmanager
+def _summon_full_params(model: ShardedModel, writeback: bool, offload_to_cpu: bool) -> Iterator[None]:
+    """Let modules hold whole parameters inside."""
+    if model.summoned:
+        yield  # already inside another one
+        return
+    runtime.sync()
+    stored_values = [(p, p.parameter) for p in model.parameters]
+    for p, stored in stored_values:
+        whole = full_tensor(stored)
+        p.hold(nn.Parameter(whole if offload_to_cpu else whole.to(runtime.device()), stored.requires_grad))
+    model.summoned = True
+    try:
+        yield
+        if writeback:
+            with torch.no_grad():
+                for p, stored in stored_values:
+                    current = full_tensor(p.parameter).to(stored.dtype)
+                    if not torch.equal(current, full_tensor(stored)):  # a write invalidates what autograd saved
+                        stored.copy_(current)
+    finally:
+        model.summoned = False
+        for p, stored in stored_values:
+            p.hold(stored)
+        model.settle()
+
+
+def _full_state_dict(model: Any, rank0_only: bool, cpu: bool) -> dict[str, torch.Tensor]:
+    """Whole values, read one parameter at a time."""
+    keeps = not rank0_only or runtime.is_main()
+    runtime.sync()
+    copies: dict[int, torch.Tensor] = {}  # tied values stay one tensor
+    out: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            if id(value) not in copies:
+                whole = full_tensor(value.detach())  # all processes take part
+                whole = whole if is_xla_tensor(value) or value.is_meta else whole.clone()
+                copies[id(value)] = whole if cpu else whole.to(runtime.device())
+            value = copies[id(value)]
+        if keeps:
+            out[name] = value
+    return out
+
+
+def _give_memory(model: ShardedModel, part: Any, values: Mapping[str, Any]) -> None:
+    """Allocate parameters on the meta device for which a state dict of `part` has values."""
+    prefix = model.names[part]
+    names = {f"{prefix}.{name}" if prefix else name for name in values}
+    for p in model.parameters:
+        if p.parameter.is_meta and names.intersection(p.plan.names):
+            empty = torch.zeros(p.plan.shape, dtype=dtype_of(p.plan.dtype))
+            p.place(nn.Parameter(empty, requires_grad=p.parameter.requires_grad))
 
 
 @functools.cache

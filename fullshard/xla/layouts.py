@@ -1,10 +1,12 @@
 """Layouts on XLA: the names of `fullshard.spmd` that depend on the engine (`engines.Engine.layouts`)."""
 
-from fullshard.xla.compiler_hints import apply_backward_optimization_barrier as apply_backward_optimization_barrier
-from fullshard.xla.compiler_hints import apply_xla_patch_to_nn_linear as apply_xla_patch_to_nn_linear
-from fullshard.xla.loader import ShardedLoader as ShardedLoader
-from fullshard.xla.loader import ShardingSpec as ShardingSpec
+from fullshard.spmd.draw import sharding_string as sharding_string
+from fullshard.spmd.draw import visualize_tensor_sharding as visualize_tensor_sharding
+from fullshard.spmd.loader import ShardedLoader as ShardedLoader
+from fullshard.xla.sharding import ShardingSpec as ShardingSpec
 from fullshard.xla.sharding import annotate_custom_sharding as annotate_custom_sharding
+from fullshard.xla.sharding import apply_backward_optimization_barrier as apply_backward_optimization_barrier
+from fullshard.xla.sharding import apply_xla_patch_to_nn_linear as apply_xla_patch_to_nn_linear
 from fullshard.xla.sharding import clear_sharding as clear_sharding
 from fullshard.xla.sharding import disable_manual_sharding as disable_manual_sharding
 from fullshard.xla.sharding import distribute_module as distribute_module
@@ -12,8 +14,6 @@ from fullshard.xla.sharding import enable_manual_sharding as enable_manual_shard
 from fullshard.xla.sharding import mark_sharding as mark_sharding
 from fullshard.xla.sharding import mark_sharding_with_gradients as mark_sharding_with_gradients
 from fullshard.xla.sharding import shard_as as shard_as
-from fullshard.xla.sharding import sharding_string as sharding_string
-from fullshard.xla.sharding import visualize_tensor_sharding as visualize_tensor_sharding
 from fullshard.xla.tensor import LocalShard as LocalShard
 from fullshard.xla.tensor import ShardedTensor as ShardedTensor
 from fullshard.xla.tensor import ShardingType as ShardingType

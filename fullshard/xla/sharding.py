@@ -1,20 +1,24 @@
-"""`mark_sharding` and its variants on XLA: a validated `Layout` becomes an annotation of the compiler."""
+"""`mark_sharding` and its variants on XLA: a validated `Layout` becomes an annotation of the compiler.
+
+Batches too: the specs and the loader of `spmd.loader`, whose tensors become annotated ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
+from torch_xla.distributed.spmd import xla_sharding as upstream
 
-from fullshard.config.errors import LayoutError
+from fullshard.config.errors import BatchError, LayoutError
 from fullshard.device.torch_private import buffers_of, parameters_of
 from fullshard.distributed import runtime
-from fullshard.spmd import draw
+from fullshard.spmd import loader
 from fullshard.spmd.mesh import Mesh
-from fullshard.spmd.sharding import given_or_global, in_pairs, layout_of_shard, shape_of
+from fullshard.spmd.sharding import in_pairs, layout_of_shard, mesh_or_global, shape_of
 from fullshard.spmd.spec import Layout, PartitionSpec
 from fullshard.xla.tensor import (
     _compiler,
@@ -22,10 +26,13 @@ from fullshard.xla.tensor import (
     become_plain,
     become_sharded,
     clear,
+    from_parts,
+    is_sharded,
     is_xla_tensor,
     op_sharding,
     remember,
     sharding_of,
+    transfer_spec,
 )
 
 
@@ -94,7 +101,7 @@ def _with_same_layout(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, t
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:
     """The shard of each device as a tensor that the compiler does not partition; padded, so that shapes are equal."""
-    sharded = mark_sharding_with_gradients(t, given_or_global(mesh), partition_spec)
+    sharded = mark_sharding_with_gradients(t, mesh_or_global(mesh), partition_spec)
     return _compiler._spmd_full_to_shard_shape(sharded)
 
 
@@ -139,18 +146,55 @@ def _distributed(old: torch.Tensor, mesh: Mesh, name: str) -> torch.Tensor:
     return annotate(new, layout)
 
 
-def visualize_tensor_sharding(t: torch.Tensor, *, use_color: bool | None = None, console: Console | None = None) -> str:
-    """Print the layout of a sharded (or marked) tensor on process 0; returns the drawing without colors."""
-    layout = sharding_of(t)
-    if layout is None:
-        raise LayoutError(
-            f"a plain tensor of shape {tuple(t.shape)} has no layout to draw; shard it first: "
-            f"mark_sharding(t, mesh, spec)"
-        )
-    return draw.visualize_layout(layout, tuple(t.shape), use_color, console)
+# --- sharding of batches ----------------------------------------------------------------------------------------------
 
 
-def sharding_string(t: torch.Tensor) -> str:
-    """The layout of a sharded tensor in XLA's notation."""
-    layout = sharding_of(t)
-    return "{replicated}" if layout is None else draw.layout_string(layout, tuple(t.shape))
+@dataclass(frozen=True)
+class ShardingSpec(loader.ShardingSpec):
+    """The layout of the tensors of a batch.
+
+    By default every process loads the full global batch. With `minibatch` each process loads the rows of its own
+    devices, and the global batch is the parts in the order of processes.
+    """
+
+    def xla_spec(self, t: torch.Tensor) -> Any:
+        """The spec for torch_xla's own loaders (`MpDeviceLoader`); None for a tensor that it does not fit."""
+        if not self.can_apply(t):
+            return None
+        return transfer_spec(t, Layout.of(self.mesh, self.partition_spec, t.shape), parts=self.minibatch)
+
+    def apply(self, t: torch.Tensor) -> torch.Tensor:
+        """Shard `t` in place; returns it. With `minibatch` on several processes, a new tensor."""
+        if not self.minibatch or is_sharded(t):
+            return mark_sharding(t, self.mesh, self.partition_spec)
+        layout = Layout.of(self.mesh, self.partition_spec, t.shape)
+        rows, processes = t.shape[0], runtime.world_size()
+        if rows * processes % layout.parts(0) or (processes > 1 and layout.parts(0) != self.mesh.size()):
+            raise BatchError(
+                f"minibatch: this process loaded {rows} rows, {rows * processes} in total, to be split "
+                f"{layout.parts(0)} ways over {self.mesh}; that number must divide the rows (drop_last=True), and on "
+                f"several processes dim 0 must be split over all axes of the mesh"
+            )
+        if processes == 1:
+            return mark_sharding(t, self.mesh, self.partition_spec)
+        joined = from_parts(t, layout)
+        remember(joined, layout)
+        return become_sharded(joined)
+
+
+# --- help for the compiler --------------------------------------------------------------------------------------------
+
+
+def apply_xla_patch_to_nn_linear(module: nn.Module, patched_function: Any = None) -> nn.Module:
+    """Let the linear layers of a module multiply without flattening batch and sequence dims together, which would hide
+    their layouts from the compiler. Layers and parameters stay the same objects."""
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = upstream.EinsumLinear
+    return module
+
+
+def apply_backward_optimization_barrier(module: nn.Module) -> nn.Module:
+    """Keep the compiler from moving a module's backward pass across that of the next one."""
+    upstream.apply_backward_optimization_barrier(module)
+    return module

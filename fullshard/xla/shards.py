@@ -166,7 +166,7 @@ class LoadableParameter:
         return self.shard.numel() * self.shard.element_size()
 
     @property
-    def held(self) -> int:
+    def local_numel(self) -> int:
         """The number of values of the parameter that the devices of this process hold, copies counted once."""
         return Staging(self.shard).numel
 

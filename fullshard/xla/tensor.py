@@ -84,6 +84,7 @@ class ShardedTensor(torch.Tensor):
         return annotate(self.clone(), Layout(mesh, tuple(dims)))
 
     def to_local(self, **_: Any) -> NoReturn:
+        """Refused: a process has several shards."""
         raise UnsupportedError("to_local(): a process has the shards of several devices on XLA; use t.local_shards")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -146,7 +147,7 @@ def sharding_of(t: torch.Tensor) -> Layout | None:
         return None if is_xla_tensor(t) else recorded
     if recorded is not None and _fits(recorded, text, t.ndim):
         return recorded
-    return _found(text, t.ndim, tuple(reversed(_meshes)))
+    return _layout_from(text, t.ndim, tuple(reversed(_meshes)))
 
 
 def annotate(t: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -232,7 +233,7 @@ def _fits(layout: Layout, text: str, ndim: int) -> bool:
 
 
 @functools.cache
-def _found(text: str, ndim: int, meshes: tuple[Mesh, ...]) -> Layout:
+def _layout_from(text: str, ndim: int, meshes: tuple[Mesh, ...]) -> Layout:
     """A layout for an annotation, on one of the meshes if possible, else on a mesh with one axis per tensor dim."""
     grid = parse_sharding(text)
     counts = grid.counts or (1,) * ndim

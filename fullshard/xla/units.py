@@ -17,11 +17,11 @@ from torch import nn
 from fullshard.config.errors import FSDPError
 from fullshard.device.torch_private import parameters_of, share_hooks
 from fullshard.distributed import runtime
-from fullshard.fsdp import shard
+from fullshard.fsdp import checks, shard
 from fullshard.fsdp.backward_entry import in_backward
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.plan_layout import plan_unit, replan
-from fullshard.fsdp.plan_model import Site, find_sites
+from fullshard.fsdp.plan_model import Site
 from fullshard.fsdp.strategy import MixedPrecision, dtype_name, dtype_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
@@ -246,7 +246,7 @@ class ShardedModel:
 
     def _before_pass(self) -> None:
         if not self.checked:
-            self._refuse_new_parameters()
+            checks.refuse_new_parameters(self.root, self.ignored, [p.parameter for p in self.parameters])
             self.checked = True
         if not self.summoned:
             self.follow()
@@ -269,12 +269,3 @@ class ShardedModel:
         for unit in self.units:
             for p in unit.parameters:
                 p.follow(unit.precision)
-
-    def _refuse_new_parameters(self) -> None:
-        known = {id(p.parameter) for p in self.parameters}
-        for parameter, names, _ in find_sites(self.root, self.ignored):
-            if id(parameter) not in known:
-                raise FSDPError(
-                    f"parameter {names[0]} was added after the module was wrapped, so it is not sharded; add "
-                    f"parameters (adapters, new heads) before FSDPv2(…)"
-                )

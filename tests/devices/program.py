@@ -16,7 +16,7 @@ import fullshard.runtime as xr
 import fullshard.spmd as xs
 from fullshard.device import accelerator
 from fullshard.fsdp import FSDPv2
-from fullshard.fsdp.policy import size_based_auto_wrap_policy
+from fullshard.fsdp.wrap import size_based_auto_wrap_policy
 from tests.devices import stand_in
 
 STEPS = 3

@@ -51,7 +51,7 @@ try:
                 time.sleep(60)
             if how == "device" and rank == 0:
                 # As on NCCL: the operation is issued, and the host is held up elsewhere, in a wait that nothing ends.
-                follower = model._fullshard_engine.means.gather_link.watch
+                follower = model._fullshard_engine.context.gather_link.watch
                 watch.at(steps + 1, "", "gather")
                 follower.follow(follower.issue(), [Never()])
                 time.sleep(100)

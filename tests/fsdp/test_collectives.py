@@ -86,5 +86,5 @@ def test_training_with_collectives_is_that_of_one_device(strategy: str) -> None:
             patch.setattr(module, "uses_point_to_point", lambda group: group is None)
         options = {"mesh": mesh_for(strategy), "strategy": strategy, "auto_wrap_policy": POLICIES["transformer"]}
         model = assert_same_training("llama", small_parameter_bytes=2048, **options)
-    means = model._fullshard_engine.means
-    assert [type(link) for link in (means.gather_link, means.replica_link) if link.size > 1] == [Collectives]
+    context = model._fullshard_engine.context
+    assert [type(link) for link in (context.gather_link, context.replica_link) if link.size > 1] == [Collectives]

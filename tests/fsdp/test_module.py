@@ -29,7 +29,6 @@ from fullshard.fsdp import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fullshard.fsdp import policy as policies
 from tests.fsdp.programs import (
     Block,
     Stack,
@@ -176,7 +175,7 @@ def test_layers_are_the_members_of_the_outermost_lists():
     def pair():
         return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
-    with mock.patch.object(policies, "_report") as report:
+    with mock.patch.object(fullshard.fsdp.wrap, "_report") as report:
         assert units(Stack()) == ["", "blocks.0", "blocks.1", "blocks.2"]  # not the layers inside a block
         assert units(nn.Linear(4, 4)) == [""]
     said = [call.args[0] for call in report.call_args_list]

@@ -12,7 +12,7 @@ from torch import nn
 import fullshard.spmd as xs
 from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
-from fullshard.fsdp.gradients import held_by_no_sync
+from fullshard.fsdp.gradients import unreduced_gradient
 from tests.fsdp.programs import (
     alone,
     assert_same_training,
@@ -82,10 +82,10 @@ def test_no_sync_keeps_narrow_gradients_in_the_dtype_they_are_summed_in():
     model = sharded(mixed_precision="bf16")
     with model.no_sync():
         step(model)
-    held = [held_by_no_sync(p) for u in model._fullshard_engine.units for p in u.parameters]
+    held = [unreduced_gradient(p) for u in model._fullshard_engine.units for p in u.parameters]
     assert all(h is not None and h.term.dtype == torch.float32 for h in held)
     step(model)
-    assert all(held_by_no_sync(p) is None for u in model._fullshard_engine.units for p in u.parameters)
+    assert all(unreduced_gradient(p) is None for u in model._fullshard_engine.units for p in u.parameters)
 
 
 @ranks(2)

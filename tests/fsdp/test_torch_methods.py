@@ -17,7 +17,8 @@ from torch.distributed.fsdp import (
 from fullshard.config.errors import FSDPError
 from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2
-from fullshard.fsdp.torch_methods import KEYWORDS, REFUSED, SERVED, WITHOUT_EFFECT
+from fullshard.fsdp.torch_methods import REFUSED, SERVED, WITHOUT_EFFECT
+from fullshard.fsdp.wrapped_module import KEYWORDS, wrap_module
 from fullshard.hf import torch_fsdp
 from fullshard.hf.patches import TORCH_FSDP
 from fullshard.spmd import get_1d_mesh, is_sharded
@@ -49,7 +50,7 @@ def test_every_public_method_of_torch_is_served_or_refused():
 
 def test_every_keyword_of_torch_is_known():
     theirs = {*inspect.signature(fully_shard).parameters, *inspect.signature(FullyShardedDataParallel).parameters}
-    ours = inspect.signature(FSDPv2._fullshard_wrap).parameters
+    ours = inspect.signature(wrap_module).parameters
     assert not theirs - set(ours) - set(KEYWORDS)
     for name, instead in KEYWORDS.items():
         with pytest.raises(FSDPError) as caught:

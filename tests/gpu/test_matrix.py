@@ -95,7 +95,7 @@ def _check_chaos(case: Case) -> None:
 def _check_links() -> None:
     model = sharded(Case(activations="recomputed"))
     device = runtime.device()
-    for link in (model._fullshard_engine.means.gather_link, model._fullshard_engine.means.reduce_link):
+    for link in (model._fullshard_engine.context.gather_link, model._fullshard_engine.context.reduce_link):
         backend = backend_of(link.group, device)
         assert (device.type, backend) in [("cuda", "nccl"), ("cpu", "gloo")]
         assert type(link).__name__ == ("Collectives" if backend == "nccl" else "PointToPoint")

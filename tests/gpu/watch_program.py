@@ -91,7 +91,7 @@ def rank_program(case: str) -> None:
     device = xr.device()
     model = FSDPv2(Model().to(device), mesh_for("FULL_SHARD"), auto_wrap_policy={Layer}, small_parameter_bytes=0)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    link = type(model._fullshard_engine.means.gather_link).__name__
+    link = type(model._fullshard_engine.context.gather_link).__name__
     print("LINK", link, torch.distributed.get_backend_config(), flush=True)
     try:
         for step in range(STEPS):

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from fullshard.config.errors import ConfigError
-from fullshard.fsdp import policy
+from fullshard.fsdp import wrap
 from fullshard.hf import accelerate_checkpoints, accelerate_prepare, trainer
 from fullshard.hf import accelerate_state as plugin
 from fullshard.parallel.settings import EngineSettings
@@ -114,9 +114,9 @@ def test_peft_s_policy_gives_the_model_s_layers_and_no_unit_per_adapter_layer(mo
     assert made.fullshard.wrap_policy(made.auto_wrap_policy) == {}, "the script has set none"
     made.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     chosen = made.fullshard.wrap_policy(made.auto_wrap_policy)["auto_wrap_policy"]
-    units = policy.find_units(model, policy.resolve(chosen, model), set())
+    units = wrap.find_units(model, wrap.resolve(chosen, model), set())
     assert {type(unit).__name__ for unit in units} == {"LlamaDecoderLayer"} and len(units) == 2
-    plain = policy.find_units(model, made.auto_wrap_policy, set())
+    plain = wrap.find_units(model, made.auto_wrap_policy, set())
     assert len(plain) > 14, "PEFT's own makes a unit of every trainable layer"
 
 

@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig
 
 from fullshard.fsdp.host_embedding import keep_on_host
 from fullshard.fsdp.plan import ShardingPlan
-from fullshard.fsdp.plan_model import plan_model, terms_of
+from fullshard.fsdp.plan_model import plan_inputs, plan_model
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
 from fullshard.quant.quantize import quantize_model
 from fullshard.spmd.mesh import VirtualMesh
@@ -58,7 +58,7 @@ def make_plan(
     model, layer = make_model(kind)
     chosen = [module for module in model.modules() if isinstance(module, layer)]
     absent = VirtualMesh(tuple(mesh.values()), tuple(mesh))
-    terms = terms_of(
+    inputs = plan_inputs(
         absent, ShardingStrategy[strategy], MixedPrecision.of(precision), None, None, point_to_point=True
     )  # fmt: skip
-    return plan_model(model, chosen, terms)
+    return plan_model(model, chosen, inputs)

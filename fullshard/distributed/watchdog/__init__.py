@@ -1,1 +1,1 @@
-"""Ranks that hang, stop or disappear are named, and the run is ended."""
+"""The watchdog: it names ranks that hang, stop or disappear, and ends the run."""

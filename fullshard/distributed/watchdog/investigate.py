@@ -61,6 +61,7 @@ class Investigation:
 
     @property
     def leads(self) -> bool:
+        """Whether this rank investigates for all."""
         return self._own_count is not None
 
     def end(self) -> None:
