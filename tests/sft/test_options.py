@@ -15,7 +15,7 @@ from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.config.errors import ConfigError, UserError
 from fullshard.config.options import options_of
 from fullshard.distributed import runtime
-from fullshard.sft import assemble
+from fullshard.sft import model_steps
 from fullshard.sft.cli_args import CommandConfig
 from fullshard.sft.hub import Hub
 from fullshard.sft.optimizer_step import OptimizerSteps
@@ -203,7 +203,7 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
         patch.setattr(Hub, "push", lambda self, place, message: events.append("pushed"))
         patch.setattr(Hub, "_start", lambda self, work: events.append("sent"))
         _note(patch, events, CheckpointManager, "save_async", lambda kwargs: "save_async")
-        _note(patch, events, assemble, "shard_model", lambda kwargs: ("wrap", kwargs["timeout"]))
+        _note(patch, events, model_steps, "shard_model", lambda kwargs: ("wrap", kwargs["timeout"]))
         _note(patch, events, OptimizerSteps, "_micro_batch", lambda kwargs: "micro-batch")
         for number, (name, (also, value)) in enumerate(CHANGES.items()):
             key = json.dumps(also, sort_keys=True)
