@@ -125,7 +125,6 @@ refuse_methods(
     FSDPv2,
     dict.fromkeys(SERVED, "on XLA the compiler gathers, frees and reduces; full_state_dict() has the whole values"),
 )
-SpmdFullyShardedDataParallel = FSDPv2
 
 
 # --- reading and writing values ---------------------------------------------------------------------------------------

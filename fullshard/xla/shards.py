@@ -18,7 +18,7 @@ from fullshard.distributed import runtime
 from fullshard.distributed.engines import HostPiece
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.spec import Layout
-from fullshard.xla.tensor import _compiler, annotate, sharding_of
+from fullshard.xla.tensor import _compiler, annotate, padded, sharding_of
 
 Cuts = tuple[slice, ...]
 """A part of a tensor: start and stop for each dim."""
@@ -51,9 +51,9 @@ def read(t: torch.Tensor) -> list[HostPiece]:
         return [HostPiece(tuple(slice(0, size) for size in t.shape), t.detach().cpu(), copies, copy)]
     by_cuts: dict[Key, list[HostPiece]] = {}
     copies = layout.mesh.size() // _parts(layout)
-    for padded, name in _compiler._get_local_shards([t])[0]:
+    for value_padded, name in _compiler._get_local_shards([t])[0]:
         cuts = layout.slices(t.shape, _device_id(name))
-        inside = padded[tuple(slice(0, cut.stop - cut.start) for cut in cuts)].contiguous()
+        inside = value_padded[tuple(slice(0, cut.stop - cut.start) for cut in cuts)].contiguous()
         value = inside.view(t.dtype)  # uint16 arrives as int16
         by_cuts.setdefault(key(cuts), []).append(HostPiece(cuts, value, copies, layout.replica_id(_device_id(name))))
     pieces = []
@@ -120,27 +120,10 @@ class Staging:
             self._tensor.copy_(value)
             return
         shape = self._layout.shard_shape(self._tensor.shape)
-        padded = {part: _padded(value, shape) for part, value in memory.items()}
-        shards = [padded[key(cuts)] for cuts in self._cuts]
+        by_part = {part: padded(value, shape) for part, value in memory.items()}
+        shards = [by_part[key(cuts)] for cuts in self._cuts]
         _compiler._load_local_shards(self._tensor, shards, self._devices)
         torch.autograd.graph.increment_version(self._tensor)
-
-
-def _padded(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The devices hold shards of equal size: the last ones are padded."""
-    if tuple(value.shape) == shape:
-        return value
-    out = value.new_zeros(shape)
-    out[tuple(slice(0, n) for n in value.shape)] = value
-    return out
-
-
-def load(t: torch.Tensor, value: torch.Tensor) -> None:
-    """Load a whole value, in host memory, into a tensor, whose layout stays (`copy_` would drop it)."""
-    staging = Staging(t)
-    for cuts, memory in staging.parts():
-        memory.copy_(value[cuts])
-    staging.commit()
 
 
 stage = Staging

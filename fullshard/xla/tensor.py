@@ -308,15 +308,19 @@ def load_local_shards_(t: torch.Tensor, shards: Sequence[LocalShard | torch.Tens
             )
     if any(layout.dims):
         names = [name for _, name in _compiler._get_local_shards([t])[0]]
-        _compiler._load_local_shards(t, [_padded(value, layout.shard_shape(t.shape)) for value in data], names)
+        _compiler._load_local_shards(t, [padded(value, layout.shard_shape(t.shape)) for value in data], names)
     else:
         t.copy_(data[0])
     return t
 
 
-def _padded(shard: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    missing = [full - size for full, size in zip(shape, shard.shape, strict=True)]
-    return nn.functional.pad(shard, [n for size in reversed(missing) for n in (0, size)]).contiguous()
+def padded(shard: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A shard in the size that all devices hold: the last ones are padded."""
+    if tuple(shard.shape) == shape:
+        return shard.contiguous()
+    out = shard.new_zeros(shape)
+    out[tuple(slice(0, n) for n in shard.shape)] = shard
+    return out
 
 
 def _materialize(t: torch.Tensor) -> None:

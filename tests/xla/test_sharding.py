@@ -229,11 +229,11 @@ def test_layouts_propagate_and_are_named_after_the_mesh():
 def test_a_layout_that_no_mesh_has_gets_a_mesh_of_its_own():
     from fullshard.xla import tensor
 
-    found = tensor._found("{devices=[1,4]0,2,1,3}", 2, ())
+    found = tensor._layout_from("{devices=[1,4]0,2,1,3}", 2, ())
     assert found.mesh.mesh_shape == (1, 4, 1) and [found.slices((2, 8), device)[1].start for device in range(4)] == [
         0, 4, 2, 6,
     ]  # fmt: skip
-    assert tensor._found("{replicated}", 2, ()).spec == (None, None)
+    assert tensor._layout_from("{replicated}", 2, ()).spec == (None, None)
 
 
 def test_uneven_dims_are_exact_and_come_back_replicated():
