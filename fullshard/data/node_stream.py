@@ -171,6 +171,7 @@ class PageReader:
             self._marks = os.open(folder / f"reader-{reader}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:
+        """Stop reading; the process that makes the pages no longer waits for this reader."""
         if self._marks is not None:
             with contextlib.suppress(DataError):  # the disk is full: the maker stops waiting after PATIENCE
                 self._mark(FINISHED)

@@ -86,6 +86,7 @@ class StreamRows:
     rows: list[tuple[TokenTable, int]]
 
     def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        """Tokens and loss mask of each document in a row."""
         table, number = self.rows[row - self.first]
         return table.documents(number)
 

@@ -104,6 +104,7 @@ class DeferredNF4Linear(NF4Linear):
     def deferred(
         cls, linear: Any, form: LinearForm, readers: Any, scheme: Scheme, compute_dtype: Any, dtype: torch.dtype
     ) -> DeferredNF4Linear:
+        """The layer in the place of `linear`, without values until `readers` are read."""
         layer = cls(
             form.in_features, form.out_features, linear.bias is not None, scheme=scheme, compute_dtype=compute_dtype,
             device="meta", dtype=dtype,

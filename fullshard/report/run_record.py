@@ -127,7 +127,7 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """The number of steps to train; None if it is not known."""
-        steps = self.about.get("steps", self.settings.get("max_steps"))
+        steps: Any = self.about.get("steps", self.settings.get("max_steps"))
         return int(steps) if is_number(steps) and steps > 0 else None
 
     @property
