@@ -22,6 +22,8 @@ from fullshard.fsdp.plan_layout import plan_unit
 from fullshard.models.tiny_model import LAYERS, is_per_layer
 
 T = TypeVar("T")
+BOUNDARIES = re.compile(r"(^|_)(first_k_dense_replace|num_dense_layers|moe_layer_(start|end)_index)$")
+"""Settings of configurations that are the index of a layer: where dense layers end and mixtures of experts begin."""
 
 
 class CannotExpandError(Exception):
@@ -254,6 +256,8 @@ def _cut_configs(model: nn.Module, layers: int, kept: Sequence[int]) -> None:
                 setattr(config, name, type(value)(value[i] for i in kept))
             elif type(value) is int and value == layers and LAYERS.search(name):
                 setattr(config, name, len(kept))
+            elif type(value) is int and BOUNDARIES.search(name):
+                setattr(config, name, sum(index < value for index in kept))
 
 
 def _configs(module: Any) -> Iterator[Any]:

@@ -177,6 +177,7 @@ CASES = [
     ("model --machine h100 --num_machines 2", "give num_processes or gpus_per_node"),
     ("model --machine h100 --num_machines 2 --num_processes 8 --gpus_per_node 8", "leave one of them out"),
     ("model --machine h100 --use_cpu", "use_cpu is on, but --machine h100 has GPUs"),
+    ("model --machine h100 --routing_imbalance 0.5", "routing_imbalance is 0.5; expected 1 (balanced) or more"),
     ("model --machine h100 --search --allow lra", "allow names 'lra'; did you mean lora?"),
     ("model --machine h100 --bf16 --fp16", "bf16 and fp16 are both on"),
     ("model --machine h100 --per_device_train_batch_size 0", "per_device_train_batch_size is 0; expected 1 or more"),

@@ -291,6 +291,23 @@ ON_ONE_RANK = [
     Setting("packed", sizes=SMALL, train={**FREE, "packing": True}),
     Setting("accumulation", sizes=SMALL, train={**FREE, "gradient_accumulation_steps": 2, "optim": "adamw_torch"}),
 ]
+EXPERTS = {"num_hidden_layers": 2, "hidden_size": 96, "num_experts_per_tok": 2}
+MIXTURES = {
+    "mixtral": {**EXPERTS, "intermediate_size": 128, "num_local_experts": 8},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 64, "num_experts": 8, "head_dim": 16},
+    "gpt_oss": {**EXPERTS, "intermediate_size": 64, "num_local_experts": 8, "head_dim": 16, "sliding_window": 32,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "layer_types": None},
+}  # fmt: skip
+"""Architectures of mixtures of experts with small sizes."""
+HOW = {
+    "full": {**FREE, "bf16": True},
+    "lora": {**FREE, **LORA, "bf16": True, "torch_dtype": "bfloat16"},
+    "recomputed lora": {**LORA, "bf16": True, "torch_dtype": "bfloat16", "gradient_checkpointing": True},
+}
+OF_EXPERTS = [
+    Setting(f"{name}, {how}", architecture=name, sizes=sizes, train=train)
+    for name, sizes in MIXTURES.items() for how, train in HOW.items()
+]  # fmt: skip
 ON_TWO_RANKS = [
     Setting("kept", sizes=SMALL, train={**FREE, "bf16": True}, engine={"sharding_strategy": "SHARD_GRAD_OP"}),
     Setting("whole", sizes=SMALL, train=FREE, engine={"sharding_strategy": "NO_SHARD"}),
@@ -304,6 +321,13 @@ ON_TWO_RANKS = [
 @ranks(1, timeout=240)
 @pytest.mark.parametrize("setting", ON_ONE_RANK, ids=lambda s: s.name)
 def test_one_rank(setting: Setting, tmp_path: Path, world_size: int) -> None:
+    check(setting, tmp_path, world_size, CLOSE)
+
+
+@pytest.mark.slow
+@ranks(1, timeout=240)
+@pytest.mark.parametrize("setting", OF_EXPERTS, ids=lambda s: s.name)
+def test_mixtures_of_experts(setting: Setting, tmp_path: Path, world_size: int) -> None:
     check(setting, tmp_path, world_size, CLOSE)
 
 

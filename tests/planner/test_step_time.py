@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from fullshard.activations.levels import Level
+from fullshard.device import accelerator
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.plan_layout import plan_unit
 from fullshard.fsdp.strategy import BackwardPrefetch
+from fullshard.models.kernels_on_meta import FLOPS, padded_operations
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.machines import MACHINES, MachineOptions, find_machine
 from fullshard.planner.step_time import (
@@ -73,6 +76,20 @@ def test_attention_and_grouped_products_are_slower_than_plain_ones(kind: str, lo
         return estimate_time(plan_of("FULL_SHARD", 1), there, model, levels, batch, StepOptions()).parts[PRODUCTS]
 
     assert products(**{kind: 10**15}) / products() == pytest.approx(longer, abs=0.01)
+
+
+def test_groups_that_do_not_fill_their_tiles_pay_for_all_of_them() -> None:
+    """128 rows of a grouped product are computed at a time, on accelerators."""
+    a, b = torch.empty(1024, 16, device="meta"), torch.empty(8, 16, 32, device="meta")
+    grouped = torch.ops.aten._grouped_mm
+
+    def operations(device: str, rows: int, imbalance: float = 1.0) -> float:
+        with accelerator.meta_stands_for(torch.device(device), imbalance=imbalance):
+            return padded_operations(grouped, (a[:rows], b, None)) / FLOPS[grouped](a[:rows], b, None)
+
+    assert operations("cuda", 1024) == 1 and operations("cuda", 512) == 2 and operations("cpu", 512) == 1
+    assert operations("cuda", 1024, imbalance=2) == (256 + 7 * 128) / 1024
+    assert operations("cuda", 1024, imbalance=100) == 1, "all rows in one group"
 
 
 def test_operations_follow_from_the_segments():
