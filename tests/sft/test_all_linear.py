@@ -268,6 +268,18 @@ def test_a_setting_that_does_not_fit_is_refused(changes, message, tmp_path):
 
 
 @ranks(1)
+def test_biases_of_adapters_on_experts_are_refused_by_name(tmp_path):
+    make("Mixtral").save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    asked = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["experts.down_proj"], lora_bias=True)
+    with pytest.raises(ConfigError, match="lora_bias=True: peft has no such adapters on parameters"):
+        SFTTrainer(
+            model=str(tmp_path / "model"), args=settings(tmp_path / "run", max_steps=1), train_dataset=text_rows(20),
+            peft_config=asked,
+        )  # fmt: skip
+
+
+@ranks(1)
 def test_a_script_s_configuration_keeps_its_meaning(tmp_path):
     make("Mixtral").save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
