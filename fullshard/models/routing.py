@@ -79,17 +79,17 @@ def usage_metrics(usage: dict[str, ExpertUsage]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def collapse_warning(usage: dict[str, ExpertUsage]) -> str:
-    """A sentence about the layer whose router has collapsed the most; empty if none has."""
+def warn_of_collapse(usage: dict[str, ExpertUsage]) -> None:
+    """Warn once if the router of a layer has collapsed; of several the worst is named."""
     collapsed = {
-        name: one for name, one in usage.items()
-        if one.top_share >= COLLAPSED and one.experts >= FEW * one.choices
-    }  # fmt: skip
+        name: one for name, one in usage.items() if one.top_share >= COLLAPSED and one.experts >= FEW * one.choices
+    }
     if not collapsed:
-        return ""
+        return
     name, worst = max(collapsed.items(), key=lambda item: item[1].top_share)
-    return (
+    runtime.warn_once(
+        "collapsed routing",
         f"the router of {name} sends {worst.top_share:.0%} of its choices to the same {worst.choices} of "
         f"{worst.experts} experts ({len(collapsed)} of {len(usage)} layers do): the others hardly train. A larger "
-        f"router_aux_loss_coef or a lower learning rate spreads them"
+        f"router_aux_loss_coef or a lower learning rate spreads them",
     )

@@ -21,7 +21,7 @@ from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.router_loss import has_router_loss
-from fullshard.models.routing import TokensPerExpert, collapse_warning, usage_metrics
+from fullshard.models.routing import TokensPerExpert, usage_metrics, warn_of_collapse
 from fullshard.report.reporter import Reporter, Window, memory_gib
 from fullshard.sft.batches import Steps, describe_data
 from fullshard.sft.callbacks import Callbacks
@@ -212,8 +212,7 @@ class Loop:
     def _usage_of_experts(self) -> dict[str, Any]:
         """How a mixture used its experts since the last log line."""
         usage = self._experts.take()
-        if warning := collapse_warning(usage):
-            runtime.warn_once("collapsed routing", warning)
+        warn_of_collapse(usage)
         return usage_metrics(usage)
 
     def _save(self) -> None:

@@ -14,7 +14,7 @@ import fullshard.runtime as xr
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.models.experts import experts_modules, use_own_experts
-from fullshard.models.routing import ExpertUsage, TokensPerExpert, collapse_warning, usage_metrics
+from fullshard.models.routing import ExpertUsage, TokensPerExpert, usage_metrics, warn_of_collapse
 from fullshard.report.run_charts import expert_chart
 from fullshard.report.run_record import read_run
 from tests.pool import ranks
@@ -65,12 +65,16 @@ def test_counts_are_the_routers_choices_over_all_ranks() -> None:
     assert counter.take() == {}, "evaluations do not count"
 
 
-def test_a_collapsed_router_is_named_once_it_is() -> None:
+def test_a_collapsed_router_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     even, collapsed = ExpertUsage(1.5, 0, 8, 2, 0.4), ExpertUsage(3.9, 5, 8, 2, 0.97)
-    assert collapse_warning({"a": even}) == ""
-    assert collapse_warning({"a": collapsed._replace(experts=4)}) == "", "with four experts two are half of them"
-    warning = collapse_warning({"layers.0": even, "layers.1": collapsed})
-    assert "layers.1 sends 97% of its choices to the same 2 of 8 experts (1 of 2 layers do)" in warning
+    runtime.forget_warnings()
+    warn_of_collapse({"a": even})
+    warn_of_collapse({"a": collapsed._replace(experts=4)})  # two of four are half of them
+    assert not caplog.records
+    for _ in range(2):
+        warn_of_collapse({"layers.0": even, "layers.1": collapsed})
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and "layers.1 sends 97% of its choices to the same 2 of 8 experts (1 of 2 layers" in said[0]
     assert usage_metrics({"a": even, "b": collapsed}) == {
         "expert_load": pytest.approx(2.7), "idle_experts": 5, "expert_load_by_layer": [1.5, 3.9],
         "idle_experts_by_layer": [0, 5],
