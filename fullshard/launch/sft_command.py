@@ -34,7 +34,7 @@ def sft(words: Sequence[str]) -> int:
     mine, launchers = split(words)
     arguments = parse(mine)
     if arguments.config.preview:
-        from fullshard.sft.preview import preview_run
+        from fullshard.launch.preview import preview_run
 
         preview_run(check_command(arguments))
         return 0
