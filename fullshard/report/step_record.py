@@ -124,8 +124,8 @@ class StepRecord:
         sizes["gathered"] = self.engine.context.meter.live
         sizes["gradients"] = self._bytes(self._gradients())
         if self.counts_all:
-            known = sum(size for name, size in sizes.items() if name != "other")
-            sizes["other"] = max(0, accelerator.allocated_memory(self.device) - known)
+            counted = sum(size for name, size in sizes.items() if name != "other")
+            sizes["other"] = max(0, accelerator.allocated_memory(self.device) - counted)
         for name, value in {"moment": moment, "unit": unit, "operation": operation, **sizes}.items():
             self._timeline[name].append(value)
 

@@ -29,7 +29,6 @@ from fullshard.report import loggers
 from fullshard.report.reporter import Reporter
 from fullshard.report.step_record import step_watchers
 from fullshard.sft import assemble, output_dir, results
-from fullshard.sft.assemble import TrainerFunctions
 from fullshard.sft.batches import total_steps
 from fullshard.sft.callbacks import Callbacks, with_best_metric
 from fullshard.sft.checked_run import CheckedRun, check_script
@@ -45,7 +44,7 @@ from fullshard.sft.samples import Samples, choose_samples
 from fullshard.sft.saving import CheckpointSaver
 from fullshard.sft.script_methods import Accelerator, AcceleratorState, Plugin, ScriptMethods
 from fullshard.sft.sft_config import SFTConfig
-from fullshard.sft.trainer_context import Parts, ShardedRun, Shared, TrainerContext
+from fullshard.sft.trainer_context import Parts, ShardedRun, Shared, TrainerContext, TrainerFunctions
 from fullshard.sft.training_arguments import quantization_settings
 from fullshard.sft.training_step import Optimizers, TrainingStep
 
