@@ -245,7 +245,7 @@ def test_the_bare_command_prints_its_help(monkeypatch: pytest.MonkeyPatch, capsy
 
 COMPLETED = {
     "fullshard mer": ["merge-weights"],
-    "fullshard sft --lora_": ["--lora_alpha", "--lora_dropout", "--lora_r", "--lora_target_modules"],
+    "fullshard sft --lora_": ["--lora_alpha", "--lora_dropout", "--lora_experts", "--lora_r", "--lora_target_modules"],
     "fullshard sft --lora-r": ["--lora-r"],
     "fullshard sft run.yaml --use_dora --packing_strategy w": ["wrapped"],
     "fullshard sft --num_proc": ["--num_processes"],

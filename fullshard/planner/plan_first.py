@@ -83,11 +83,11 @@ def plan_first(run: RunToPlan, layers: Sequence[nn.Module], say: Say) -> tuple[A
     There is no estimate where none can be made, and on other ranks than the first. Raises if the run cannot fit; prints
     the plan of its model. All ranks must call it.
     """
-    compiled = engines.current().compiles_steps  # then no step is traced
+    config, compiled = run.config, engines.current().compiles_steps  # then no step is traced
     if compiled and isinstance(run.batches, StepLoader):
-        say(describe_shapes(run.config, run.batches.dataset))
+        say(describe_shapes(config, run.batches.dataset))
     activations = _activation_budget(run, layers, say)
-    traced = run.batches is not None and not run.config.skip_plan and not compiled
+    traced = run.batches is not None and not config.skip_plan and not compiled
     usable = activations.usable() if traced else None
     state = agree(lambda: known_state(run), "memory check")[0]
     for line in (*describe_plan(run.model.plan, state), dense_line(run.model), summary(run.model)):

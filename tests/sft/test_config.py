@@ -12,6 +12,7 @@ from transformers import TrainingArguments, get_scheduler
 
 import fullshard.data
 import fullshard.launch
+import fullshard.planner
 import fullshard.sft
 from fullshard.config.errors import ConfigError
 from fullshard.config.options import options_of, parse_flags
@@ -88,7 +89,7 @@ def test_every_option_has_help_and_is_used(name: str) -> None:
 @functools.cache
 def _names_read() -> set[str]:
     found: set[str] = set()
-    for room in (fullshard.sft, fullshard.data, fullshard.launch):
+    for room in (fullshard.sft, fullshard.data, fullshard.launch, fullshard.planner):
         for file in Path(room.__path__[0]).glob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Attribute):
