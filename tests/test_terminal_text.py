@@ -27,13 +27,12 @@ from fullshard.distributed import progress, rank_logging, terminal_text
 from fullshard.distributed.console import Terminal
 from fullshard.distributed.ranks import agree
 from fullshard.distributed.terminal_text import print_text, visible
-from fullshard.launch import chat, command, worker
+from fullshard.launch import chat, command, preview, worker
 from fullshard.launch.resolve import resolve
 from fullshard.report import command as report
 from fullshard.report import terminal
 from fullshard.report.records import SETTINGS_FILE, Sample
 from fullshard.report.reporter import Reporter
-from fullshard.sft import preview
 from tests.data.tiny import make_tokenizer
 from tests.pool import ROOT, ranks
 

@@ -12,7 +12,7 @@ from fullshard.checkpoint.manifest import (
     published_steps,
     read_manifest,
     step_name,
-    unpublished,
+    unpublished_dirs,
 )
 from fullshard.config.byte_size import file_size
 from fullshard.config.errors import CheckpointError
@@ -37,7 +37,7 @@ def inspect_checkpoint(path: str | Path, verify: bool = False) -> dict[str, Any]
         "steps": steps,
         "latest": steps[-1],
         "latest_whole": intact[-1] if intact else None,
-        "unfinished": unpublished(directory),
+        "unfinished": unpublished_dirs(directory),
         "bytes": sum(facts.get("bytes", 0) for facts in facts_of_each),
         "checkpoints": facts_of_each,
     }

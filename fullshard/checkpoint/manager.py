@@ -21,7 +21,7 @@ from fullshard.checkpoint.manifest import (
     published_steps,
     read_manifest,
     step_name,
-    unpublished,
+    unpublished_dirs,
 )
 from fullshard.checkpoint.objects import check_state
 from fullshard.checkpoint.preemption import EXIT_PREEMPTED, SIGNALS, SignalListener
@@ -75,7 +75,7 @@ class CheckpointManager:
         runtime.use_spmd()
         publish.probe(self.path)
         self._background = BorrowedGroup()  # asynchronous saves use a process group that training does not use
-        listing = exchange((published_steps(self.path), unpublished(self.path)), "start of checkpoints")[0]
+        listing = exchange((published_steps(self.path), unpublished_dirs(self.path)), "start of checkpoints")[0]
         self._known, self._stale = set(listing[0]), listing[1]
 
     # --- saving -----------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class CheckpointManager:
         """
         self._require_open()
         self.join()
-        requests = exchange((step, published_steps(self.path), unpublished(self.path)), "restore")
+        requests = exchange((step, published_steps(self.path), unpublished_dirs(self.path)), "restore")
         steps, hidden = requests[0][1], requests[0][2]
         if len({target for target, _, _ in requests}) > 1:
             raise CheckpointError(f"ranks restore different steps: {[target for target, _, _ in requests]}")

@@ -318,7 +318,7 @@ def published_steps(path: str | Path) -> list[int]:
     return sorted(int(m[1]) for m in matches if m and (Path(path) / m[0] / MANIFEST).is_file())
 
 
-def unpublished(path: str | Path) -> list[str]:
+def unpublished_dirs(path: str | Path) -> list[str]:
     """Directories of step saves that were never published. Other hidden directories (of `save_state` and
     `merge_weights`) are not listed: they may still be in use."""
     try:
@@ -335,9 +335,9 @@ def unpublished_name(name: str, token: str) -> str:
 def _no_checkpoint(directory: Path) -> str:
     """The error for a directory that is not a checkpoint, with the checkpoints near it."""
     if not directory.exists():
-        near = nearby(directory.parent)
+        near = checkpoints_nearby(directory.parent)
         return f"{directory} does not exist" + (f"; checkpoints near it: {_list(near)}" if near else "")
-    near = nearby(directory)
+    near = checkpoints_nearby(directory)
     if _HIDDEN.fullmatch(directory.name):
         why = "is an unfinished save, and cannot be loaded"
     elif any((directory / name).exists() for name in ("pytorch_model_fsdp_0", "optimizer_0", ".metadata")):
@@ -352,7 +352,7 @@ def _no_checkpoint(directory: Path) -> str:
     return f"{directory} {why}" + (f"; checkpoints near it: {_list(near)}" if near else "")
 
 
-def nearby(directory: Path) -> list[Path]:
+def checkpoints_nearby(directory: Path) -> list[Path]:
     """Checkpoints in a directory, in its subdirectories, and next to it; newest steps first."""
     around = [
         directory,

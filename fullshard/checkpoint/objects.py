@@ -220,7 +220,7 @@ def prepare_value(plan: RestorePlan, name: str, entry: dict[str, Any], state: An
     target = state[name]
     before = _copy(target.state_dict())
     if type(target).__module__.startswith("torch.") and before is not None:
-        plan.problems += [f"{name}: {wrong}" for wrong in unlike(value(), before)]
+        plan.problems += [f"{name}: {wrong}" for wrong in type_difference(value(), before)]
 
     def load() -> None:
         if (saved := value()) != {}:  # a disabled GradScaler has an empty state, which its load_state_dict rejects
@@ -245,13 +245,14 @@ def _copy(state: Any) -> Any:
         return None
 
 
-def unlike(saved: Any, now: Any, where: str = "") -> list[str]:
+def type_difference(saved: Any, now: Any, where: str = "") -> list[str]:
     """Where a saved value is of another type than the present one, or out of range."""
     if isinstance(now, Mapping) and isinstance(saved, Mapping):
         inner = {f"{where}.{key}".lstrip("."): (saved[key], now[key]) for key in now if key in saved}
-        return [wrong for name, pair in inner.items() for wrong in unlike(*pair, name)]
+        return [wrong for name, pair in inner.items() for wrong in type_difference(*pair, name)]
     if isinstance(now, list | tuple) and isinstance(saved, list | tuple) and len(saved) == len(now):
-        return [w for i, pair in enumerate(zip(saved, now, strict=True)) for w in unlike(*pair, f"{where}[{i}]")]
+        pairs = enumerate(zip(saved, now, strict=True))
+        return [wrong for i, pair in pairs for wrong in type_difference(*pair, f"{where}[{i}]")]
     if isinstance(saved, torch.Tensor) or isinstance(now, torch.Tensor):  # not read yet
         return [] if _is_number(saved) and _is_number(now) else _types_differ(saved, now, where)
     if _is_number(saved) and _is_number(now):
@@ -293,7 +294,7 @@ def entry_value(entry: dict[str, Any], name: str, manifest: Manifest) -> Any:
     return entry["ranks"][runtime.rank()]
 
 
-def merged(entries: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def merge_entries(entries: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Merge the entries of all ranks: one entry where they agree, else one value per rank."""
     out = {}
     for name, first in entries[0].items():

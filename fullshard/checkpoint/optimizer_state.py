@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.objects import RestorePlan, StateDescription, unlike
+from fullshard.checkpoint.objects import RestorePlan, StateDescription, type_difference
 from fullshard.config.errors import CheckpointError
 from fullshard.optim.bnb import SCALES, is_bnb
 from fullshard.optim.sharded import initial_state
@@ -113,7 +113,8 @@ def prepare_optimizer(
     for i, (group, now) in enumerate(zip(entry["groups"], optimizer.param_groups, strict=True)):
         options = {k: v for k, v in json_tree.decode(group["options"], take).items() if k not in IMPLEMENTATION}
         own = {name: states[name] for name in members[i] if states.get(name)}
-        wrong = unlike(options, now) or _refused(optimizer, options, {n: parameters[n].shape for n in own}, own)
+        shapes = {name: parameters[name].shape for name in own}
+        wrong = type_difference(options, now) or _refused(optimizer, options, shapes, own)
         plan.problems += [f"{label}: {text}" for text in wrong[:5]]
 
     def finish() -> None:
@@ -154,7 +155,7 @@ def _refused(
 ) -> list[str]:
     """What an optimizer's class says against the options of a group, and how states differ from those it makes."""
     numbers = {f"{n}.{k}": v for n, state in states.items() for k, v in state.items() if type(v) in (int, float)}
-    wrong = unlike(numbers, dict.fromkeys(numbers, 0))
+    wrong = type_difference(numbers, dict.fromkeys(numbers, 0))
     wrong += [
         f"{name} is {value}: a count is not negative"
         for name, value in numbers.items()
@@ -189,7 +190,7 @@ def _unlike_state(expected: dict[str, Any], shape: tuple[int, ...], saved: dict[
         elif isinstance(now, torch.Tensor) and key != STEP:
             wrong.append(f"{key} is {value!r} in the checkpoint; expected a tensor")
         elif now is not None:
-            wrong += unlike(value, now, key)
+            wrong += type_difference(value, now, key)
     return wrong
 
 

@@ -34,7 +34,7 @@ from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.checkpoint.optimizer_state import describe_optimizer, prepare_optimizer
 from fullshard.checkpoint.rng_state import NAME as RNG
 from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
-from fullshard.checkpoint.shard_index import TensorShard, TensorToLoad, as_bytes, part_to_write, together
+from fullshard.checkpoint.shard_index import TensorShard, TensorToLoad, as_bytes, part_to_write, read_groups
 from fullshard.config.errors import CheckpointError
 from fullshard.device import accelerator
 from fullshard.distributed import runtime
@@ -168,7 +168,7 @@ def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[TensorShar
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=library_versions(),
             world_size=runtime.world_size(),
-            states=objects.merged(planner.all_entries),
+            states=objects.merge_entries(planner.all_entries),
             tensors=tensors,
             per_rank=tuple(planner.per_rank),
             files=files,
@@ -251,7 +251,7 @@ def load(
         reader = CheckpointReader(directory, manifest)
         try:
             with torch.no_grad():
-                for part in together(tensors):
+                for part in read_groups(tensors):
                     dcp.load({}, storage_reader=reader, planner=ReadPlanner(part), process_group=group)
                     for tensor in part:
                         tensor.finish()

@@ -63,7 +63,7 @@ def host_shards(tensor: torch.Tensor) -> HostShards | None:
     return shards if shards is not None and tensor.device.type == runtime.device().type else None
 
 
-def starts(cuts: tuple[slice, ...]) -> tuple[int, ...]:
+def offset_of(cuts: tuple[slice, ...]) -> tuple[int, ...]:
     """Where a part begins in the whole tensor."""
     return tuple(cut.start for cut in cuts)
 
@@ -74,7 +74,7 @@ def shards_of(name: str, tensor: torch.Tensor) -> list[TensorShard]:
         raise CheckpointError(f"{name} has dtype {tensor.dtype}, which safetensors files cannot hold")
     if (on_host := host_shards(tensor)) is not None:
         return [
-            TensorShard(name, tuple(tensor.shape), part.value, starts(part.cuts), part.copies, part.copy, own=True)
+            TensorShard(name, tuple(tensor.shape), part.value, offset_of(part.cuts), part.copies, part.copy, own=True)
             for part in on_host.read(tensor)
         ]
     shard = shard_of(name, tensor)
@@ -247,7 +247,7 @@ class StagedTensor(TensorToLoad):
     def targets(self) -> list[LoadTarget]:
         """The memory that the tensor's pieces are read into."""
         self._staging = self._shards.stage(self.tensor)
-        return [LoadTarget(self.name, memory, starts(cuts)) for cuts, memory in self._staging.parts()]
+        return [LoadTarget(self.name, memory, offset_of(cuts)) for cuts, memory in self._staging.parts()]
 
     def finish(self) -> None:
         """Copy what was read to the tensor."""
@@ -262,7 +262,7 @@ def to_load(name: str, tensor: torch.Tensor) -> TensorToLoad:
     return TensorToLoad(name, tensor)
 
 
-def together(tensors: Iterable[TensorToLoad]) -> Iterator[list[TensorToLoad]]:
+def read_groups(tensors: Iterable[TensorToLoad]) -> Iterator[list[TensorToLoad]]:
     """The tensors in groups that are read together: at least one group, the same ones on every rank."""
     group: list[TensorToLoad] = []
     for tensor in tensors:

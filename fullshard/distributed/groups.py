@@ -23,17 +23,17 @@ from fullshard.device.torch_private import backend_for, device_types, group_name
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend of a group for the device's tensors ("nccl", "gloo", "fake"); "" if it has none."""
-    if not carries(group, device.type):
+    if not has_backend_for(group, device.type):
         return ""
     return str(backend_for(group, device.type).name()).lower()
 
 
-def carries(group: dist.ProcessGroup, device_type: str) -> bool:
+def has_backend_for(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether the group has a backend for tensors of this device type."""
     return device_type in device_types(group)
 
 
-def coalesces(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def can_coalesce(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether the group's backend for the device can issue several collectives as one launch."""
     return bool(backend_for(group, device.type).supports_coalescing)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fullshard.config.errors import ConfigError, TrainingError, UserError
 from fullshard.distributed import runtime
-from fullshard.distributed.groups import carries, new_group
+from fullshard.distributed.groups import has_backend_for, new_group
 from fullshard.distributed.rendezvous import differences, versions
 from fullshard.distributed.watchdog import abort, watch
 
@@ -48,7 +48,7 @@ def host_group() -> Any:
     global _host_group
     runtime.use_spmd()
     if _host_group[0] is not dist.group.WORLD or _host_group[1] != watch.failures():
-        if carries(dist.group.WORLD, "cpu"):
+        if has_backend_for(dist.group.WORLD, "cpu"):
             # Creating a group waits for all ranks unwatched, so they synchronize first where the wait is watched.
             _watched("start", dist.group.WORLD, lambda: dist.all_reduce(torch.zeros(1)))
         _host_group = (dist.group.WORLD, watch.failures(), _new_group())

@@ -77,7 +77,7 @@ def use_spmd(
         engines.current().devices.join(device, init_timeout)
 
 
-def joined(launch: Launch, chosen: torch.device, owned: bool) -> None:
+def record_join(launch: Launch, chosen: torch.device, owned: bool) -> None:
     """Record this process's place and device in the process group; `owned` if `shutdown()` destroys the group."""
     global _launch, _device, _owns_group, _announced, _leaving
     _launch, _device, _owns_group, _announced = launch, chosen, owned, False

@@ -60,7 +60,7 @@ def join(device: str | None, init_timeout: float | None) -> None:
         runtime.begin_generation(attempt())
         place = runtime.place_in_group() or _place_by_host()
         chosen = _adopted_device(requested)
-        runtime.joined(place, chosen, owned=False)
+        runtime.record_join(place, chosen, owned=False)
     else:
         launch = read_launcher(os.environ)
         if requested != "cpu":
@@ -68,7 +68,7 @@ def join(device: str | None, init_timeout: float | None) -> None:
         chosen = choose_device(requested, launch.local_rank, gpu_count())
         accelerator.use(chosen)
         _init_group(launch, chosen, seconds)
-        runtime.joined(launch, chosen, owned=True)
+        runtime.record_join(launch, chosen, owned=True)
     _share_generator(chosen)
     if folder := os.environ.get(JOINED_VARIABLE):
         with contextlib.suppress(OSError):  # a launcher that has ended
@@ -127,7 +127,8 @@ def _place_by_host() -> Launch:
 
 def _adopted_device(requested: str | None) -> torch.device:
     assert dist.group.WORLD is not None
-    chosen = choose_device(requested, 0, gpu_count() if groups.carries(dist.group.WORLD, accelerator.kind()) else 0)
+    has_backend = groups.has_backend_for(dist.group.WORLD, accelerator.kind())
+    chosen = choose_device(requested, 0, gpu_count() if has_backend else 0)
     # The program that created the group has also chosen the GPU.
     return accelerator.current() if accelerator.is_accelerator(chosen) else chosen
 
@@ -137,7 +138,7 @@ def _share_generator(device: torch.device) -> None:
     assert dist.group.WORLD is not None
     if dist.get_world_size() == 1:
         return
-    carrier = torch.device("cpu") if groups.carries(dist.group.WORLD, "cpu") else device
+    carrier = torch.device("cpu") if groups.has_backend_for(dist.group.WORLD, "cpu") else device
     state = torch.get_rng_state().to(carrier)
     dist.broadcast(state, src=0)
     torch.set_rng_state(state.cpu())

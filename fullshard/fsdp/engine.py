@@ -123,7 +123,7 @@ class Engine:
             output = without_gathered_memory(unit, output_rule(forward(*args, **kwargs), self._as_global))
             output = cast_tensors(output, unit.output_dtype)
             if outermost:
-                output = uneven_batches.leaving(output, call.weight)
+                output = uneven_batches.multiply_output_grads(output, call.weight)
         except BaseException:
             self._stack.pop()
             if recorded:
@@ -146,7 +146,7 @@ class Engine:
     def _batch_weight(self, outermost: bool) -> float:
         """The weight of this rank's rows; 1 for all but the outermost call of the outermost model."""
         weighted = outermost and not self._as_global and not backward_entry.inside_a_call()
-        return uneven_batches.current().weight if weighted else 1.0
+        return uneven_batches.active_share().weight if weighted else 1.0
 
     def _begin_pass(self, args: Any, kwargs: Any) -> None:
         watch.raise_failure()
@@ -428,9 +428,9 @@ def _prepare_inputs(call: UnitCall, args: Any, kwargs: Any, recorded: bool) -> t
     follow."""
     precision = call.unit.precision
     args, kwargs = cast_tensors((args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None)
-    args, kwargs = uneven_batches.entering((args, kwargs), call.weight)
+    args, kwargs = uneven_batches.divide_input_grads((args, kwargs), call.weight)
     inputs = tensors_in((args, kwargs), objects=False) if torch.is_grad_enabled() else []
     if recorded and (factors := backward_entry.hook_inputs(inputs)):
-        args, kwargs = map_tensors(lambda t: uneven_batches.scaled(t, factors.get(id(t), 1.0)), (args, kwargs))
+        args, kwargs = map_tensors(lambda t: uneven_batches.scale_grad(t, factors.get(id(t), 1.0)), (args, kwargs))
         inputs = tensors_in((args, kwargs), objects=False)
     return args, kwargs, inputs

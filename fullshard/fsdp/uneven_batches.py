@@ -40,7 +40,7 @@ _open: list[Share] = []
 """The open shares; the last one is active."""
 
 
-def current() -> Share:
+def active_share() -> Share:
     """The active share."""
     return _open[-1] if _open else Share()
 
@@ -51,7 +51,7 @@ def current_rows() -> Share:
 
 
 @contextlib.contextmanager
-def opened(share: Share) -> Iterator[Share]:
+def activate(share: Share) -> Iterator[Share]:
     """Make a share active inside, unless another one is opened or moved to the front later."""
     _open.append(share)
     try:
@@ -80,7 +80,7 @@ def weighted(count: float) -> Iterator[float]:
         summed = torch.tensor(own, dtype=torch.float64, device=runtime.device())
         collectives.finish("sum of the weights", lambda: dist.all_reduce(summed, async_op=True))
         total = summed.item()
-    with opened(Share(own / total * runtime.world_size() if total else 0.0)):
+    with activate(Share(own / total * runtime.world_size() if total else 0.0)):
         yield total
 
 
@@ -100,19 +100,19 @@ class _Scaled(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def entering(inputs: Any, weight: float) -> Any:
+def divide_input_grads(inputs: Any, weight: float) -> Any:
     """The inputs of a call, such that gradients leaving through them are divided by the weight (zeros if it is 0)."""
-    return inputs if weight in (0.0, 1.0) else map_tensors(lambda t: scaled(t, 1 / weight), inputs)
+    return inputs if weight in (0.0, 1.0) else map_tensors(lambda t: scale_grad(t, 1 / weight), inputs)
 
 
-def leaving(output: Any, weight: float) -> Any:
+def multiply_output_grads(output: Any, weight: float) -> Any:
     """The outputs of a call, such that gradients entering through them are multiplied by the weight."""
     if weight == 1.0:
         return output
-    weighed = map_tensors(lambda t: scaled(t, weight), output)
+    weighed = map_tensors(lambda t: scale_grad(t, weight), output)
     if weighed is output and not isinstance(output, torch.Tensor) and any(t.requires_grad for t in tensors_in(output)):
         weighed = copy.copy(output)  # an object of a user-defined class
-        vars(weighed).update({name: leaving(value, weight) for name, value in vars(output).items()})
+        vars(weighed).update({name: multiply_output_grads(value, weight) for name, value in vars(output).items()})
     return weighed
 
 
@@ -121,6 +121,6 @@ def is_weighed(node: Any, weight: float) -> bool:
     return type(node).__name__ == "_ScaledBackward" and node.factor == weight
 
 
-def scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
+def scale_grad(value: torch.Tensor, factor: float) -> torch.Tensor:
     """The same value, whose gradient is multiplied by `factor`."""
     return _Scaled.apply(value, factor) if value.requires_grad and factor != 1.0 else value

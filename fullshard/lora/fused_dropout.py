@@ -71,7 +71,7 @@ class Dropout(NamedTuple):
         if accelerator.runs_triton(x.device):
             from fullshard.lora import fused_kernels
 
-            return fused_kernels.dropped(x, self.seed, self.threshold, self.scale)
+            return fused_kernels.apply_dropout(x, self.seed, self.threshold, self.scale)
         return torch.empty_like(x) if x.is_meta else self._dropped(x, 0)
 
     def _dropped(self, x: torch.Tensor, adapter: int) -> torch.Tensor:

@@ -131,7 +131,7 @@ def grad_input(
     return out
 
 
-def dropped(x: torch.Tensor, seed: torch.Tensor, threshold: int, scale: float) -> torch.Tensor:
+def apply_dropout(x: torch.Tensor, seed: torch.Tensor, threshold: int, scale: float) -> torch.Tensor:
     """`x` behind dropout, with the mask of the first adapter."""
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -141,7 +141,7 @@ def dropped(x: torch.Tensor, seed: torch.Tensor, threshold: int, scale: float) -
     return out
 
 
-def kept(shape: tuple[int, int], adapter: int, seed: torch.Tensor, threshold: int) -> torch.Tensor:
+def dropout_mask(shape: tuple[int, int], adapter: int, seed: torch.Tensor, threshold: int) -> torch.Tensor:
     """The mask of an adapter."""
     mask = torch.empty(shape, dtype=torch.int8, device=seed.device)
     grid = (triton.cdiv(shape[0], ROWS), triton.cdiv(shape[1], COLUMNS))

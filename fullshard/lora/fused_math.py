@@ -45,13 +45,13 @@ def forward(
     x: torch.Tensor, layers: Sequence[Layer], dropout: Dropout | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The outputs [tokens, out] of all layers, and `h`, for `x` [tokens, in]."""
-    a, width = stacked(layers)
+    a, width = stack_a(layers)
     h = x @ a.t() if dropout is None else dropout.product(x, a, width)  # [tokens, layers·width]
     ready = base_product.prepare([layer.form for layer in layers], x)
-    return [updated(ready, layer, part) for layer, part in zip(layers, _columns(h, width, layers), strict=True)], h
+    return [layer_output(ready, layer, part) for layer, part in zip(layers, _columns(h, width, layers), strict=True)], h
 
 
-def updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Tensor:
+def layer_output(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Tensor:
     """The output of a layer. The adapter's update comes first and the product of the frozen weight is added in place:
     the large product then reads the output while it computes, which is faster than a pass of its own for the update."""
     b = layer.b.t()
@@ -74,7 +74,7 @@ def backward(
     wants_adapters: bool,
 ) -> Gradients:
     """The gradients for those of the outputs, which are None where an output was not used."""
-    a, width = stacked(layers)
+    a, width = stack_a(layers)
     used = [(i, layer, dy) for i, (layer, dy) in enumerate(zip(layers, dys, strict=True)) if dy is not None]
     filled = len(used) == len(layers) and all(len(layer.a) == width for layer in layers)
     dh = torch.empty_like(h) if filled else torch.zeros_like(h)
@@ -99,7 +99,7 @@ def backward(
 def grad_x(
     products: Sequence[base_product.Gradient], dh: torch.Tensor, a: torch.Tensor, width: int, dropout: Dropout | None
 ) -> torch.Tensor:
-    """The gradient of the input: the part of the adapters, to which the products are added as in `updated`."""
+    """The gradient of the input: the part of the adapters, to which the products are added as in `layer_output`."""
     if not all(base_product.adds_in_place(one.form) for one in products):
         dx = base_product.grad_input_sum(products, adapters=(dh, a) if dropout is None else None)
         return dx if dropout is None else dropout.grad_input(dh, a, width, dx)
@@ -113,7 +113,7 @@ def scaled_product(one: torch.Tensor, other: torch.Tensor, scale: float) -> torc
     return torch.addmm(out, one, other, beta=0, alpha=scale, out=out)
 
 
-def stacked(layers: Sequence[Layer]) -> tuple[torch.Tensor, int]:
+def stack_a(layers: Sequence[Layer]) -> tuple[torch.Tensor, int]:
     """The matrices A below each other, padded to the same number of rows, and that number."""
     width = max(layer.a.shape[0] for layer in layers)
     if len(layers) == 1:

@@ -16,7 +16,7 @@ from torch import nn
 from fullshard.device.torch_private import has_hooks
 from fullshard.lora import gated_mlp_math as arithmetic
 from fullshard.lora.fused_dropout import Dropout, draw_seed
-from fullshard.lora.fused_math import Layer, scaled_product, updated
+from fullshard.lora.fused_math import Layer, layer_output, scaled_product
 from fullshard.lora.fused_ops import Tensors, as_rows, flat, layers_of
 from fullshard.lora.gated_mlp_math import Branches, Dropouts, Saved
 from fullshard.quant import base_product
@@ -171,7 +171,7 @@ def _down(layout: str, base: Tensors, b: torch.Tensor, scale: float) -> Layer:
 
 def _down_forward(x: torch.Tensor, h: torch.Tensor, layer: Layer) -> torch.Tensor:
     with without_autocast(x.device):
-        y = updated(base_product.prepare([layer.form], as_rows(x)), layer, h)
+        y = layer_output(base_product.prepare([layer.form], as_rows(x)), layer, h)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -61,7 +61,7 @@ class Gradients(NamedTuple):
 def forward(x: torch.Tensor, mlp: Branches, dropouts: Dropouts | None) -> tuple[torch.Tensor, torch.Tensor, Saved]:
     """For `x` [tokens, in]: the product of the branches [tokens, inner], `h` of the down projection's adapter, and what
     backward needs."""
-    a, width = fused_math.stacked([mlp.gate, mlp.up])
+    a, width = fused_math.stack_a([mlp.gate, mlp.up])
     h = x @ a.t() if dropouts is None else dropouts.inputs.product(x, a, width)
     ready = base_product.prepare([mlp.gate.form, mlp.up.form], x)
     gate, up = (base_product.product(one.form, one.base, ready, bias=one.bias) for one in (mlp.gate, mlp.up))
@@ -74,7 +74,7 @@ def backward(
 ) -> Gradients:
     """The gradients for those of the product, by way of the frozen down weight, and of `h` of the down projection."""
     x, gate, up, h = saved
-    a, width = fused_math.stacked([mlp.gate, mlp.up])
+    a, width = fused_math.stack_a([mlp.gate, mlp.up])
     inputs = None if dropouts is None else dropouts.inputs
     d_gate, d_up, dh, middle = _between_backward(d_middle, gate, up, h, dh_down, mlp, dropouts)
     da_down = (

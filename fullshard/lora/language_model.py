@@ -62,7 +62,7 @@ def left_out_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def complete(model: nn.Module) -> Iterator[None]:
+def with_all_parts(model: nn.Module) -> Iterator[None]:
     """Inside, the parts that are left out are back in their places, on the meta device."""
     places = [
         (submodules_of(parent), name, child)

@@ -150,11 +150,11 @@ def moved_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
 
     names = list(names)
     by_end = {name.rpartition(".")[2] for name in names}
-    kept = {end for end in by_end if converted(LoraConfig(target_modules=[end]), model).target_modules == {end}}
+    kept = {end for end in by_end if convert_config(LoraConfig(target_modules=[end]), model).target_modules == {end}}
     return {name for name in names if name.rpartition(".")[2] not in kept}
 
 
-def converted(peft_config: Any, model: Any) -> Any:
+def convert_config(peft_config: Any, model: Any) -> Any:
     """A configuration as PEFT changes it for the model classes of transformers 5; without targets if it refuses."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -170,4 +170,4 @@ def converted(peft_config: Any, model: Any) -> Any:
 
 def adapts_parameters(peft_config: Any, model: nn.Module) -> bool:
     """Whether PEFT puts adapters on parameters rather than on linear layers, which rules out dropout and DoRA."""
-    return bool(getattr(converted(peft_config, model), "target_parameters", None))
+    return bool(getattr(convert_config(peft_config, model), "target_parameters", None))

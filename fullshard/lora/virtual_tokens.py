@@ -31,7 +31,7 @@ def encoders(model: Any) -> Mapping[str, Any]:
     return getattr(model, "prompt_encoder", {}) if is_prompt(model) else {}
 
 
-def count(model: Any) -> int:
+def count_virtual_tokens(model: Any) -> int:
     """The number of virtual tokens before each sequence; 0 without a prompt-learning adapter."""
     return sum(config.num_virtual_tokens for config in model.peft_config.values()) if is_prompt(model) else 0
 

@@ -165,7 +165,9 @@ class TokenLosses(NamedTuple):
     d_factors: Sequence[torch.Tensor] = ()
 
 
-def fused(steps: tuple[Step, ...], trains_factors: bool, dtype: torch.dtype, device: torch.device) -> SoftCap | None:
+def kernel_steps(
+    steps: tuple[Step, ...], trains_factors: bool, dtype: torch.dtype, device: torch.device
+) -> SoftCap | None:
     """What the kernel has to do to the logits before the loss; None if it cannot compute this loss."""
     narrow = dtype in (torch.bfloat16, torch.float16, torch.float32)
     launches = device.type == "meta" or _has_triton()
@@ -189,7 +191,7 @@ def by_kernel(
     return TokenLosses(each, gradient)
 
 
-def reference(
+def reference_losses(
     raw: torch.Tensor, labels: torch.Tensor, steps: tuple[Step, ...], factors: Sequence[torch.Tensor], kind: TokenLoss,
     scale: float, entropy: bool, want: bool,
 ) -> TokenLosses:  # fmt: skip

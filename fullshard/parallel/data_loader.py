@@ -82,7 +82,7 @@ class RankLoader(DataLoader):
         if self._sampled is not None:
             self._sampled.pending = pending
         share = uneven_batches.Share()
-        with uneven_batches.opened(share):
+        with uneven_batches.activate(share):
             try:
                 for number, batch in enumerate(super().__iter__()):
                     if pending:

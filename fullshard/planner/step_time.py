@@ -44,7 +44,7 @@ class Stage:
         return max(self.products + self.memory, self.bus)
 
 
-def overlapped(
+def micro_batch_seconds(
     forward: Sequence[Stage],
     backward: Sequence[Stage],
     forward_prefetch: bool = True,
@@ -212,8 +212,8 @@ def estimate_time(
     stages = (*forward, *backward)
     products, memory, compute = (sum(getattr(s, part) for s in stages) for part in ("products", "memory", "compute"))
     prefetch = (options.forward_prefetch, options.backward_prefetch)
-    synced = overlapped(forward, backward, *prefetch)
-    between = synced if options.sync_each_batch else overlapped(forward, backward, *prefetch, reduces=False)
+    synced = micro_batch_seconds(forward, backward, *prefetch)
+    between = synced if options.sync_each_batch else micro_batch_seconds(forward, backward, *prefetch, reduces=False)
     many = batch.accumulation
     device = synced + (many - 1) * between
     parts = {

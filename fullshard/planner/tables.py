@@ -104,7 +104,7 @@ def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
     for line in estimate.assumptions:
         console.print(_item(line))
     console.print()
-    console.print(Text(spent(estimate), "dim"))
+    console.print(Text(planning_time(estimate), "dim"))
 
 
 def _print_numbers(estimate: Estimate, console: Console) -> None:
@@ -128,7 +128,8 @@ def summary(estimate: Estimate) -> dict[str, str]:
     micro = f" × {batch.accumulation} micro-batches" if batch.accumulation > 1 else ""
     ranks = f" × {machine.num_processes} devices" if machine.num_processes > 1 else ""
     return {
-        "model": f"{estimate.model}: {count(estimate.parameters)} parameters, {count(estimate.trained)} trained",
+        "model": f"{estimate.model}: {count_text(estimate.parameters)} parameters, "
+        f"{count_text(estimate.trained)} trained",
         "machine": f"{machine}; {memory_size(machine.device_memory)} per device, "
         f"{memory_size(machine.host_memory)} of host memory per node",
         "sharding": f"{estimate.plan.strategy} on {mesh}, {len(estimate.plan.units)} units",
@@ -182,34 +183,34 @@ def sections(estimate: Estimate) -> dict[str, dict[str, str]]:
     least = sum(sent.values()) / 1000
     shown = {name: size for name, size in sent.items() if size > least}
     rows["Sent by each device in a step"] = _sizes(shown) or {"nothing": ""}
-    rows["Time of a step"] = times(estimate)
+    rows["Time of a step"] = time_rows(estimate)
     return rows
 
 
-def times(estimate: Estimate) -> dict[str, str]:
+def time_rows(estimate: Estimate) -> dict[str, str]:
     """The estimate of a step's time, by part."""
     time = estimate.time
     return {
-        **{part: duration(seconds) for part, seconds in time.parts.items()},
-        "total": f"{duration(time.total)}, {time.tokens_per_second:,.0f} tokens per second on all devices",
-        "FLOPs": f"{count(estimate.flops_per_token)} per token, without recomputation",
+        **{part: duration_text(seconds) for part, seconds in time.parts.items()},
+        "total": f"{duration_text(time.total)}, {time.tokens_per_second:,.0f} tokens per second on all devices",
+        "FLOPs": f"{count_text(estimate.flops_per_token)} per token, without recomputation",
     }
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """A time such as 1.53 s or 12.4 ms."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-def spent(estimate: Estimate) -> str:
+def planning_time(estimate: Estimate) -> str:
     """How long planning took."""
     parts = {what: seconds for what, seconds in estimate.seconds.items() if what != "imports"}
-    listed = ", ".join(f"{what} {duration(seconds)}" for what, seconds in parts.items())
-    imports = f"; imports {duration(estimate.seconds['imports'])}" if "imports" in estimate.seconds else ""
-    return f"Planned in {duration(sum(parts.values()))}: {listed}{imports}."
+    listed = ", ".join(f"{what} {duration_text(seconds)}" for what, seconds in parts.items())
+    imports = f"; imports {duration_text(estimate.seconds['imports'])}" if "imports" in estimate.seconds else ""
+    return f"Planned in {duration_text(sum(parts.values()))}: {listed}{imports}."
 
 
-def count(number: float) -> str:
+def count_text(number: float) -> str:
     """A count such as 8.03 billion."""
     for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if number >= size:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fullshard.config.errors import QuantizationError
 from fullshard.device import accelerator
 from fullshard.distributed import runtime
-from fullshard.distributed.groups import carries
+from fullshard.distributed.groups import has_backend_for
 from fullshard.quant import blocks, bnb_format, codebooks
 from fullshard.quant.codebooks import NESTED_BLOCK
 from fullshard.quant.nf4 import NestedState, QuantState, storage_dtype, stored_as
@@ -117,7 +117,7 @@ def _gather_scales(mine: torch.Tensor, rows: int, group: dist.ProcessGroup | Non
     if size == 1:
         return mine
     assert group is not None
-    carried = mine.cpu() if carries(group, "cpu") else mine
+    carried = mine.cpu() if has_backend_for(group, "cpu") else mine
     carried = torch.nn.functional.pad(carried, (0, 0, 0, -(-rows // size) - len(carried)))
     everyone = [torch.empty_like(carried) for _ in range(size)]
     dist.all_gather(everyone, carried, group=group)

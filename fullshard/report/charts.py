@@ -30,7 +30,7 @@ BUNDLE = f"import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript
 SECONDS = 60
 
 
-def sealed(script: str) -> str:
+def with_checksum(script: str) -> str:
     """A script with its checksum as its last line."""
     return f"{script}\n/* sha256 of the chart library: {hashlib.sha256(script.encode()).hexdigest()} */"
 
@@ -44,11 +44,11 @@ def chart_library() -> str | None:
         return None
     with contextlib.suppress(OSError, UnicodeDecodeError):
         text = cached.read_text(encoding="utf-8")
-        if text == sealed(text.rpartition("\n")[0]):
+        if text == with_checksum(text.rpartition("\n")[0]):
             return text
     try:
         done = subprocess.run([sys.executable, "-c", BUNDLE], capture_output=True, timeout=SECONDS, check=True)
-        text = sealed(done.stdout.decode("utf-8"))
+        text = with_checksum(done.stdout.decode("utf-8"))
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
@@ -180,7 +180,7 @@ def line_chart(
 def _spread_markers(markers: Sequence[Marker]) -> list[Marker]:
     """At most `MARKED` markers of each kind."""
     kinds = dict.fromkeys(one.label for one in markers)
-    return [one for kind in kinds for one in spread([m for m in markers if m.label == kind], MARKED)]
+    return [one for kind in kinds for one in evenly_spaced([m for m in markers if m.label == kind], MARKED)]
 
 
 def _drawn_points(series: Sequence[Series], curves: bool) -> dict[str, list[Any]]:
@@ -285,7 +285,7 @@ def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[
     chosen, room = set(places if len(places) <= LISTED else ()), LISTED
     if not chosen:  # of each series its share: evaluations are few, and would be missed between the steps
         for left, one in zip(range(len(series), 0, -1), sorted(series, key=lambda one: len(one.points)), strict=True):
-            share = {at for at, _ in spread(one.points, max(2, room // left))}
+            share = {at for at, _ in evenly_spaced(one.points, max(2, room // left))}
             chosen, room = chosen | share, room - len(share)
     listed: dict[float, list[Any]] = {at: [""] * len(series) for at in sorted(chosen)}
     names: dict[float, str] = {}
@@ -298,7 +298,7 @@ def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[
     return (x, *(one.name for one in series)), rows, max([len(places), *(one.all_points for one in series)])
 
 
-def spread(values: Sequence[Any], most: int = LISTED) -> list[Any]:
+def evenly_spaced(values: Sequence[Any], most: int = LISTED) -> list[Any]:
     """At most so many of the values, evenly spread, the first and the last among them."""
     if len(values) <= most:
         return list(values)
@@ -355,7 +355,7 @@ def bar_chart(
     rows = [
         [bar.name, *(bar.parts.get(part, "") for part in parts), sum(bar.parts.values()),
          *(["" if bar.target is None else bar.target] if ticked else [])]
-        for bar in spread(bars)
+        for bar in evenly_spaced(bars)
     ]  # fmt: skip
     notes = (f"Too small to be seen: {', '.join(left_out)}.",) if left_out else ()
     return Chart(id, title, spec, columns, names, styles, described, header, rows, len(bars), notes, left_out)

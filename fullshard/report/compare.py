@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from fullshard.report.charts import Chart
-from fullshard.report.page import Contents, escape, figures, folded, note, section, table
+from fullshard.report.page import Contents, closed_part, escape, figures, note, section, table
 from fullshard.report.records import is_number
 from fullshard.report.run_charts import CURVES, curve_chart, labels, metric_charts, other_charts
 from fullshard.report.run_record import RunRecord
@@ -150,7 +150,7 @@ def _settings(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     if around:
         parts.append("<h3>Machine and versions</h3>" + table(header, _rows(around), "Machine and versions"))
     if rest:
-        parts.append(folded("Settings that do not change training", table(header, _rows(rest), "Other settings")))
+        parts.append(closed_part("Settings that do not change training", table(header, _rows(rest), "Other settings")))
     if len(with_settings := [name for name, run in zip(names, runs, strict=True) if run.settings]) < len(runs):
         parts.append(note(f"Only known for {', '.join(with_settings) or 'no run'}."))
     return "".join(parts)

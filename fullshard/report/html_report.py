@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config.paths import replace_text
-from fullshard.report.charts import spread
-from fullshard.report.page import Contents, escape, fact_list, figures, folded, note, section, table, whole_page
+from fullshard.report.charts import evenly_spaced
+from fullshard.report.page import Contents, closed_part, escape, fact_list, figures, note, section, table, whole_page
 from fullshard.report.records import METRICS_FILE
 from fullshard.report.run_charts import (
     communication_chart,
@@ -95,13 +95,13 @@ def _prompt(prompt: str, answers: list[Record]) -> str:
     columns = [(f"{name}, step {one['step']:,}", one["answer"]) for name, one in shown]
     reference = answers[-1].get("reference")
     columns += [("reference, from the data", reference)] if isinstance(reference, str) else []
-    chosen = spread(answers[1:-1], BETWEEN)
+    chosen = evenly_spaced(answers[1:-1], BETWEEN)
     between = "".join(_answer(f"step {one['step']:,}", one["answer"]) for one in chosen)
     few = f"{len(chosen):,} of {len(answers) - 2:,}" if len(chosen) < len(answers) - 2 else f"{len(answers) - 2:,}"
     return (
         f'<article class="sample"><h3>Prompt</h3><pre dir="auto">{escape(prompt)}</pre>'
         f'<div class="answers">{"".join(_answer(name, text) for name, text in columns)}</div>'
-        + (folded(f"Between them: {few}", f'<div class="answers">{between}</div>') if between else "")
+        + (closed_part(f"Between them: {few}", f'<div class="answers">{between}</div>') if between else "")
         + "</article>"
     )
 
@@ -163,7 +163,7 @@ def _data(run: RunRecord) -> list[str]:
     return [
         table(("", *(str(one.get("name", "")) for one in run.data)), rows, "Data sets"),
         fact_list("data-sources", {f"{name} data": source for name, source in sources}),
-        folded("Rows that were left out", "".join(map(note, rejected))) if rejected else "",
+        closed_part("Rows that were left out", "".join(map(note, rejected))) if rejected else "",
     ]
 
 
@@ -177,12 +177,15 @@ def _count(data: Record, name: str) -> Any:
 
 def _settings(run: RunRecord) -> str:
     if run.changed is None:
-        return folded("All settings", _pairs(run.settings, "Settings")) if run.settings else ""
+        return closed_part("All settings", _pairs(run.settings, "Settings")) if run.settings else ""
     if not run.changed:
         return note("All settings have their default values.")
     rest = {name: value for name, value in run.settings.items() if name not in run.changed}
-    return _pairs(run.changed, "Settings that differ from their defaults") + (
-        folded(f"{len(rest):,} settings at their defaults", _pairs(rest, "Settings at their defaults")) if rest else ""
+    changed = _pairs(run.changed, "Settings that differ from their defaults")
+    if not rest:
+        return changed
+    return changed + closed_part(
+        f"{len(rest):,} settings at their defaults", _pairs(rest, "Settings at their defaults")
     )
 
 
@@ -215,4 +218,4 @@ def _versions(run: RunRecord) -> str:
     if not isinstance(versions, dict) or not versions:
         return ""
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return folded("Versions of libraries", f"<p>{escape(names)}</p>", prints=True)
+    return closed_part("Versions of libraries", f"<p>{escape(names)}</p>", prints=True)

@@ -24,10 +24,10 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def escape(value: Any) -> str:
     """Text for HTML, also in attributes. Control characters are replaced."""
-    return html.escape(_CONTROL.sub("\ufffd", shown(value)))
+    return html.escape(_CONTROL.sub("\ufffd", value_text(value)))
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value as people read it."""
     if value is None:
         return "none"
@@ -82,7 +82,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], label: str) -> s
     )
 
 
-def folded(summary: str, inside: str, *, open: bool = False, prints: bool = False) -> str:
+def closed_part(summary: str, inside: str, *, open: bool = False, prints: bool = False) -> str:
     """A part that is closed at first."""
     marks = f"{' open' if open else ''}{' data-print' if prints else ''}"
     return f"<details{marks}><summary>{escape(summary)}</summary>{inside}</details>"
@@ -104,7 +104,7 @@ def figure(chart: Chart) -> str:
         f'<figcaption id="{escape(label)}">{escape(chart.title)}</figcaption>{_legend(chart)}'
         f'<div class="chart" data-chart="{escape(chart.id)}" role="img" aria-label="{escape(chart.description)}"></div>'
         + "".join(note(text) for text in chart.notes)
-        + folded(f"Values{few}", rows, open=chart_library() is None)
+        + closed_part(f"Values{few}", rows, open=chart_library() is None)
         + "</figure>"
     )
 

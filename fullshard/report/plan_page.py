@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from fullshard.config.byte_size import memory_size
-from fullshard.report.page import fact_list, figures, folded, note, page, section, table
+from fullshard.report.page import closed_part, fact_list, figures, note, page, section, table
 from fullshard.report.plan_charts import plan_charts
 from fullshard.report.plan_svg import plan_svg
 from fullshard.report.plan_view import ParameterRow, PlanView, UnitRow
@@ -80,7 +80,7 @@ def plan_page(title: str, view: PlanView, gathered: Sequence[GatheredMoment], me
     charts = plan_charts(gathered, memory)
     picture = f'{STYLE}<div class="picture">{plan_svg(view, title, alone=False)}</div>'
     sections = {
-        "Layout": section("layout", "Layout", picture, folded("All parameters", _parameters(view))),
+        "Layout": section("layout", "Layout", picture, closed_part("All parameters", _parameters(view))),
         "One step": section("step", "One step", figures(charts), *map(note, memory.notes)),
     }
     script = files("fullshard.report").joinpath("plan.js").read_text(encoding="utf-8")

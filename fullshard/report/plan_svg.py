@@ -18,11 +18,9 @@ from fullshard.report.charts import Chart
 from fullshard.report.plan_charts import chart_svg
 from fullshard.report.plan_view import Cell, ParameterRow, PlanView, UnitRow
 from fullshard.report.plan_words import (
-    counted,
     dtype_text,
     legend_words,
     mesh_words,
-    numbered,
     parameter_title,
     shape_text,
     slice_text,
@@ -30,6 +28,8 @@ from fullshard.report.plan_words import (
     times,
     unit_title,
     unit_words,
+    with_count,
+    with_numbers,
 )
 from fullshard.report.rank_grid import Column, RankGrid, mesh_cells, numbers_text
 
@@ -92,8 +92,8 @@ def draw_mesh(grid: RankGrid, mesh: list[list[Column]], left: float, width: floa
 
 
 def _mesh_cell(grid: RankGrid, cell: Column, x: float, y: float, width: float) -> str:
-    ranks = numbered("rank", cell.ranks)
-    where = numbered("node", sorted({grid.node_of(rank) for rank in cell.ranks}))
+    ranks = with_numbers("rank", cell.ranks)
+    where = with_numbers("node", sorted({grid.node_of(rank) for rank in cell.ranks}))
     inside = [
         element("title", escape(f"{ranks}\n{where}")),
         rect(x, y, width, HEIGHT, "rank", data_ranks=numbers_text(cell.ranks), data_count=len(cell.ranks)),
@@ -268,7 +268,7 @@ def _units(view: PlanView, frame: Frame, y: float) -> tuple[list[str], float]:
     width = frame.ranks / len(view.columns)
     for j, column in enumerate(view.columns):
         x = frame.left + (j + 0.5) * width
-        drawn.append(text(x, y + 4, shortened(numbered("rank", column.ranks), width, 6.6), "small", "middle"))
+        drawn.append(text(x, y + 4, shortened(with_numbers("rank", column.ranks), width, 6.6), "small", "middle"))
         drawn.append(text(x, y + 18, memory_size(view.most_in(column)), "small", "middle"))
     drawn.append(text(frame.right + TAIL, y + 18, "per rank", "small", "end"))
     y += 26
@@ -285,7 +285,7 @@ def _unit(view: PlanView, unit: UnitRow, frame: Frame, y: float) -> tuple[str, f
         element("title", escape(unit_title(unit))),
         rect(MARGIN, y, frame.right + TAIL - MARGIN, 24, "band"),
         rect(frame.left, y + 20, frame.ranks * share, 4, "share"),
-        text(MARGIN + 6, y + 16, fitted(counted(unit.label, unit.count), LABEL - 12, 7.3), "unit-name"),
+        text(MARGIN + 6, y + 16, fitted(with_count(unit.label, unit.count), LABEL - 12, 7.3), "unit-name"),
         text(frame.left + 4, y + 15, fitted(unit_words(unit, share), frame.right - frame.left, SMALL), "small"),
         text(frame.right + TAIL, y + 16, times(unit.count, unit.plan.shard_bytes), None, "end"),
     ]
@@ -307,7 +307,7 @@ def _parameter(view: PlanView, unit: UnitRow, row: ParameterRow, frame: Frame, y
     inside = [
         element("title", escape(parameter_title(row))),
         rect(MARGIN, y - 1, frame.right + TAIL - MARGIN, 29, "band", fill_opacity=0.35),
-        text(MARGIN + 18, y + 11, fitted(counted(row.label, row.count), LABEL - 26, 7.0), "name"),
+        text(MARGIN + 18, y + 11, fitted(with_count(row.label, row.count), LABEL - 26, 7.0), "name"),
         text(MARGIN + 18, y + 24, fitted(words, LABEL - 26, 5.8), "small"),
     ]
     width = frame.ranks / len(view.columns)

@@ -22,15 +22,15 @@ from fullshard.distributed.console import Terminal
 from fullshard.distributed.terminal_text import print_text, visible
 from fullshard.report.plan_view import PlanView
 from fullshard.report.plan_words import (
-    counted,
     dtype_text,
     mesh_words,
-    numbered,
     shape_text,
     slice_text,
     split_text,
     summary,
     times,
+    with_count,
+    with_numbers,
 )
 from fullshard.report.rank_grid import Column, mesh_cells, numbers_text
 from fullshard.report.step_memory import GatheredMoment, StepMemory
@@ -93,8 +93,8 @@ def _mesh(view: PlanView, width: int) -> Iterator[RenderableType]:
         nodes = sorted({grid.node_of(rank) for rank in ranks})
         label = f"replica {numbers_text(range(first, first + count))}" if both else ""
         each = " | ".join(numbers_text(cell.ranks) for cell in row)
-        shown = f"ranks {each}" if len(each) + 40 < width else numbered("rank", ranks)
-        table.add_row(_text(label), _text(shown), _text(numbered("node", nodes), "dim"))
+        shown = f"ranks {each}" if len(each) + 40 < width else with_numbers("rank", ranks)
+        table.add_row(_text(label), _text(shown), _text(with_numbers("node", nodes), "dim"))
         first += count
     yield table
 
@@ -132,7 +132,7 @@ def _rows(view: PlanView) -> Iterator[tuple[dict[str, str], str]]:
     for unit in view.units:
         yield (
             {
-                "unit, parameter": counted(unit.label, unit.count),
+                "unit, parameter": with_count(unit.label, unit.count),
                 "shape": unit.plan.module,
                 "per rank": times(unit.count, unit.plan.shard_bytes),
                 "notes": f"{memory_size(unit.plan.gathered_bytes)} when gathered",
@@ -144,7 +144,7 @@ def _rows(view: PlanView) -> Iterator[tuple[dict[str, str], str]]:
             slices = zip(_chosen(view), one.cells, strict=view.chosen)
             yield (
                 {
-                    "unit, parameter": counted(one.label, one.count),
+                    "unit, parameter": with_count(one.label, one.count),
                     "shape": shape_text(p.shape),
                     "dtype": dtype_text(p),
                     "split": split_text(p, view.grid),
@@ -161,7 +161,7 @@ def _chosen(view: PlanView) -> Sequence[Column]:
 
 
 def _rank_name(column: Column) -> str:
-    return numbered("rank", column.ranks)
+    return with_numbers("rank", column.ranks)
 
 
 # --- over time ------------------------------------------------------------------------------------------------------

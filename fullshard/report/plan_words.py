@@ -61,7 +61,7 @@ def legend_words(view: PlanView) -> list[str]:
     return [" · ".join(words[i : i + 2]) for i in range(0, len(words), 2)]
 
 
-def numbered(what: str, numbers: Sequence[int]) -> str:
+def with_numbers(what: str, numbers: Sequence[int]) -> str:
     """Ranks or nodes with their numbers, such as `rank 0` or `nodes 0–31`."""
     return f"{what}{'s' if len(numbers) > 1 else ''} {numbers_text(numbers)}"
 
@@ -99,7 +99,7 @@ def unit_title(unit: UnitRow) -> str:
 
 def parameter_title(row: ParameterRow) -> str:
     """A parameter in full, for its tooltip."""
-    lines = [counted(row.label, row.count)]
+    lines = [with_count(row.label, row.count)]
     for p in row.parts:
         own = f"{p.name.rpartition('.')[2]}: " if len(row.parts) > 1 else ""
         lines.append(f"{own}shape {shape_text(p.shape)}, dtype {dtype_text(p)}, spec {spec_text(p)}")
@@ -111,7 +111,7 @@ def parameter_title(row: ParameterRow) -> str:
     return "\n".join([*lines, ", ".join(row.notes)])
 
 
-def counted(label: str, count: int) -> str:
+def with_count(label: str, count: int) -> str:
     """A name with how many it stands for."""
     return f"{label} × {count}" if count > 1 else label
 

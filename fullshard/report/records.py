@@ -46,7 +46,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
     """The value; None for NaN and infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -73,10 +73,10 @@ def add_thinned(records: list[dict[str, Any]], record: dict[str, Any]) -> None:
     """Append a record to a list, which is thinned in place when it is long."""
     records.append(record)
     if is_long(records):
-        records[:] = [records[i] for i in thin(records)]
+        records[:] = [records[i] for i in indices_to_keep(records)]
 
 
-def thin(records: Sequence[Record]) -> list[int]:
+def indices_to_keep(records: Sequence[Record]) -> list[int]:
     """The indices of the records that stay: of each stretch of steps those with the lowest, the highest, the first, the
     last and the first non-finite value of each name; and the newest."""
     old = max(0, len(records) - RECENT)
@@ -118,8 +118,8 @@ def _extremes_of(column: list[Any]) -> set[int]:
     except (TypeError, OverflowError):
         pass  # not all of them are numbers
     there = [i for i, value in enumerate(column) if value is not ABSENT]
-    numbers = [i for i in there if is_number(column[i]) and finite(column[i]) is not None]
-    gaps = [i for i in there if finite(column[i]) is None]
+    numbers = [i for i in there if is_number(column[i]) and finite_or_none(column[i]) is not None]
+    gaps = [i for i in there if finite_or_none(column[i]) is None]
     indices = {there[0], there[-1], *gaps[:1]}
     if numbers:
         indices |= {min(numbers, key=column.__getitem__), max(numbers, key=column.__getitem__)}

@@ -27,7 +27,7 @@ from fullshard.distributed import runtime
 from fullshard.distributed.progress import resolve_progress
 from fullshard.distributed.terminal_text import print_text
 from fullshard.report.loggers import MetricLogger, OpenLoggers, attempt, no_loggers
-from fullshard.report.records import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, Sample, add_thinned, finite
+from fullshard.report.records import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, Sample, add_thinned, finite_or_none
 from fullshard.report.terminal import Clock, LiveBar, step_line, width_of_stdout
 
 MOST = 500
@@ -203,7 +203,7 @@ class Reporter:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record and show the metrics of a step."""
         # JSON has no NaN or infinity.
-        record = {"step": step, **{name: finite(value) for name, value in values.items()}}
+        record = {"step": step, **{name: finite_or_none(value) for name, value in values.items()}}
         add_thinned(self.history, record)
         if not self.is_main:
             return

@@ -28,10 +28,10 @@ from fullshard.report.records import (
     SAMPLES_FILE,
     SETTINGS_FILE,
     STEP_FILE,
-    finite,
+    finite_or_none,
+    indices_to_keep,
     is_long,
     is_number,
-    thin,
 )
 
 Record = dict[str, Any]
@@ -96,7 +96,7 @@ class RunRecord:
     def series(self, name: str) -> list[tuple[float, float | None]]:
         """(step, value) of a metric; the value is None where it is not finite."""
         values = ((record["step"], record[name]) for record in self.metrics if name in record)
-        return [(step, finite(value)) for step, value in values if value is None or is_number(value)]
+        return [(step, finite_or_none(value)) for step, value in values if value is None or is_number(value)]
 
     def matching(self, pattern: str) -> list[str]:
         """The metrics whose names match a regular expression."""
@@ -142,7 +142,7 @@ class RunRecord:
 
 
 def _plain(value: Any) -> Any:
-    return finite(value) if value is None or isinstance(value, int | float | str) else json.dumps(value)
+    return finite_or_none(value) if value is None or isinstance(value, int | float | str) else json.dumps(value)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class MetricsReader(LineReader):
         self.records.append(record)
         self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + self._seconds_of(record))
         if is_long(self.records):
-            indices = thin(self.records)
+            indices = indices_to_keep(self.records)
             self.records, self.seconds = [self.records[i] for i in indices], [self.seconds[i] for i in indices]
 
     def _seconds_of(self, record: Record) -> float:
@@ -311,7 +311,7 @@ class MetricsReader(LineReader):
 
 def _number(value: Any) -> float | None:
     try:
-        return finite(float(value)) if is_number(value) else None
+        return finite_or_none(float(value)) if is_number(value) else None
     except OverflowError:
         return None
 

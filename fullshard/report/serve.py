@@ -250,7 +250,7 @@ def serve(folders: Sequence[Path], port: int | None = None) -> str:
         end, going = ("the run ends", "the run is") if len(folders) == 1 else ("the runs end", "the runs are")
         until = f"{end}, or until Ctrl-C" if live else f"Ctrl-C; {going} not going on"
         print_text(f"{server.url} shows {', '.join(map(str, folders))} until {until}.")
-        while not over(watches):
+        while not all_runs_ended(watches):
             time.sleep(EVERY)
         page.over = True
         time.sleep(LINGER)
@@ -301,7 +301,7 @@ class RunWatch:
         return self._read[1]
 
 
-def over(watches: Sequence[RunWatch]) -> bool:
+def all_runs_ended(watches: Sequence[RunWatch]) -> bool:
     """Whether all runs that were going on have ended."""
     ended = [watch.has_ended() for watch in watches]
     return any(ended) and all(end for end, watch in zip(ended, watches, strict=True) if watch.was_running)
@@ -354,7 +354,7 @@ class LivePage:
             return
         runs = [run.read() for run in self._runs]
         page = contents(runs[0]) if len(runs) == 1 else comparison(runs)
-        self._contents = replace(page, lead=page.lead + lead(runs, self.over))
+        self._contents = replace(page, lead=page.lead + status_of_runs(runs, self.over))
         self._update = Content("text/html", body(self._contents))
         self._known = state
         now = time.monotonic()
@@ -369,7 +369,7 @@ def _files(folder: Path) -> list[tuple[str, object]]:
         return []
 
 
-def lead(runs: Sequence[RunRecord], over: bool) -> str:
+def status_of_runs(runs: Sequence[RunRecord], over: bool) -> str:
     """The top of the page: what the runs are doing."""
     states = [state_of(run) for run in runs]
     going = sum(state is RunState.RUNNING for state in states)

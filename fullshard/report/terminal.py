@@ -43,10 +43,10 @@ def evaluation_columns(values: Mapping[str, Any]) -> list[str]:
 def step_line(step: int, total: int, values: Mapping[str, Any], left: str = "", width: int | None = None) -> str:
     """The line for a step: its number, then the columns that fit."""
     numbers = evaluation_columns(values) or columns(values)
-    return fitted([f"step {step:>{len(str(total))}}/{total}", *numbers, *([f"ETA {left}"] if left else [])], width)
+    return fit_parts([f"step {step:>{len(str(total))}}/{total}", *numbers, *([f"ETA {left}"] if left else [])], width)
 
 
-def fitted(parts: Sequence[str], width: int | None) -> str:
+def fit_parts(parts: Sequence[str], width: int | None) -> str:
     """The first parts that fit into the width, at least one; None means no limit."""
     shown = parts[0]
     for part in parts[1:]:
@@ -99,7 +99,7 @@ class LiveBar:
         left = self._clock.left(step)
         parts = [f"{step}/{self._clock.total}", *([f"ETA {left}"] if left else []), *columns(values, IN_BAR)]
         # rich would shorten the bar to make room for a long text.
-        text = fitted(parts, self.width - BAR_WIDTH - 1)
+        text = fit_parts(parts, self.width - BAR_WIDTH - 1)
         self._progress.update(self._task, completed=step, description=text)
 
     def print_above(self, text: str) -> None:

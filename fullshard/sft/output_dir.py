@@ -60,7 +60,7 @@ _own: dict[tuple[int, int], list[int]] = {}
 file would release the lock."""
 
 
-def restarted(environment: Mapping[str, str] | None = None) -> bool:
+def is_restart(environment: Mapping[str, str] | None = None) -> bool:
     """Whether the launcher has restarted this job after a crash."""
     text = (os.environ if environment is None else environment).get(RESTART_VARIABLE, "0")
     return (counting_number(text) or 0) > 0
@@ -85,7 +85,7 @@ def resumes(config: SFTConfig) -> bool:
     if named is not None and not config.overwrite and within(named, output_path(config)):
         return True
     # A run that is restarted before it has removed the earlier one starts from the beginning again.
-    return restarted() and not (config.overwrite and (output_path(config) / OVERWRITE_MARK).exists())
+    return is_restart() and not (config.overwrite and (output_path(config) / OVERWRITE_MARK).exists())
 
 
 def first_adapter(config: SFTConfig) -> Path | None:
@@ -174,7 +174,7 @@ def check_output_path(config: SFTConfig, inputs: Inputs) -> None:
 def _check_checkpoint(config: SFTConfig, folder: Path) -> None:
     if (named := named_checkpoint(config)) is not None:
         _check_named(named)
-    elif not published_steps(folder / CHECKPOINTS) and not restarted():
+    elif not published_steps(folder / CHECKPOINTS) and not is_restart():
         raise ConfigError(f"there is no checkpoint in {folder / CHECKPOINTS} to resume from; leave --resume out.")
 
 
@@ -287,7 +287,7 @@ def lock_output_dir(config: SFTConfig) -> FolderLock:
         lock.take()
         if not config.overwrite:
             (folder / OVERWRITE_MARK).unlink(missing_ok=True)
-        elif not restarted() and run_files(folder):
+        elif not is_restart() and run_files(folder):
             (folder / OVERWRITE_MARK).touch()
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be used: {error.strerror or error}.") from None

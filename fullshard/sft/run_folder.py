@@ -98,7 +98,7 @@ class RunFolder:
     def resume(self, config: SFTConfig, loop: Loop, checkpoints: CheckpointManager, earlier: EarlierRun) -> None:
         """Resume from the checkpoint that the settings name, or from the newest one in the folder."""
         named = output_dir.named_checkpoint(config)
-        if named is not None and not (output_dir.restarted() and checkpoints.latest() is not None):
+        if named is not None and not (output_dir.is_restart() and checkpoints.latest() is not None):
             loop.load(named)
         elif checkpoints.latest() is None:
             self._say("restarted before the first checkpoint: starting from the beginning")

@@ -170,7 +170,7 @@ def check_rows_fit(model: Any, table: TokenTable) -> None:
     """Refuse rows that are longer than the model's positions, or have tokens without an embedding row."""
     inner = get_causal_lm(model)
     longest = int(table.facts["lengths"]["max"])
-    positions, before = longest_document(inner.config), virtual_tokens.count(model)
+    positions, before = longest_document(inner.config), virtual_tokens.count_virtual_tokens(model)
     if positions is not None and longest + before > positions:
         prompt = f" and {before} virtual ones before them" if before else ""
         raise ConfigError(

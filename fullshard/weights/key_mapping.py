@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from fullshard.lora.language_model import complete, left_out_tensors
+from fullshard.lora.language_model import left_out_tensors, with_all_parts
 from fullshard.weights.safetensors_files import SafetensorsFiles
 from fullshard.weights.slice_reader import Computed, Joined, Stacked, Stored, TensorReader, Transposed
 
@@ -79,7 +79,7 @@ def find_readers(
         }
         return KeyMatch(readers, [name for name in source.entries if name not in shapes])
     away = {name: tuple(t.shape) for name, t in left_out_tensors(model).items()}
-    with complete(model):
+    with with_all_parts(model):
         conversions = get_model_conversion_mapping(model, key_mapping)
         direct, fused, lost = _assign(model, {**shapes, **away}, source, conversions)
     result = KeyMatch()

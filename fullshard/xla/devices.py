@@ -59,7 +59,7 @@ def join(device: str | None, init_timeout: float | None) -> None:
         import torch_xla.distributed.xla_backend  # noqa: F401  # registers xla://
 
         dist.init_process_group("gloo", init_method="xla://")
-    runtime.joined(Launch(dist.get_rank(), processes, node_count=processes), default_device(), owned)
+    runtime.record_join(Launch(dist.get_rank(), processes, node_count=processes), default_device(), owned)
 
 
 def default_device() -> torch.device:

@@ -277,7 +277,7 @@ def test_weights_of_losses_that_left_by_another_way(strategy, how):
     x = data(3, 8)
     _terms(reference, x, how).backward()
     rows = mine(x)
-    with uneven_batches.opened(uneven_batches.Share(len(rows) * 2 / 3)):
+    with uneven_batches.activate(uneven_batches.Share(len(rows) * 2 / 3)):
         loss = _terms(model, rows, how)
     loss.backward(retain_graph=True)
     model.zero_grad()
@@ -304,7 +304,7 @@ def test_a_weight_counts_once_where_models_call_each_other():
     x = data(3, 8)
     outer(x).square().mean().backward()
     rows = mine(x)
-    with uneven_batches.opened(uneven_batches.Share(len(rows) * 2 / 3)):
+    with uneven_batches.activate(uneven_batches.Share(len(rows) * 2 / 3)):
         around(rows).square().mean().backward()
     assert_same_gradients(inner, sharded)
     assert_same_gradients(outer, around)
@@ -338,7 +338,7 @@ def test_weights_on_four_ranks(how):
     x = data(7, 8)
     _terms(reference, x, how).backward()
     rows = mine(x)
-    with uneven_batches.opened(uneven_batches.Share(len(rows) * 4 / 7)):
+    with uneven_batches.activate(uneven_batches.Share(len(rows) * 4 / 7)):
         _terms(model, rows, how).backward()
     assert_same_gradients(reference, model)
 

@@ -27,7 +27,7 @@ def _torch_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr("fullshard.device.accelerator.runs_triton", lambda device: False)
     monkeypatch.setattr(
-        Dropout, "kept", lambda self, shape, i: fused_kernels.kept(tuple(shape), i, self.seed, self.threshold)
+        Dropout, "kept", lambda self, shape, i: fused_kernels.dropout_mask(tuple(shape), i, self.seed, self.threshold)
     )
 
 

@@ -63,7 +63,7 @@ def test_forward_and_backward(activation: str, drops: bool) -> None:
     drawn = (seed, dropout.threshold, dropout.scale) if drops else (None, 0, 1.0)
     mask = torch.ones(TOKENS, INNER, device=DEVICE)
     if drops:
-        mask = fused_kernels.kept((TOKENS, INNER), 0, seed, dropout.threshold) * dropout.scale
+        mask = fused_kernels.dropout_mask((TOKENS, INNER), 0, seed, dropout.threshold) * dropout.scale
 
     inputs = [t.clone().requires_grad_() for t in (gate, up, h)]
     g = inputs[0] + SCALES[0] * inputs[2][:, : RANKS[0]] @ b_gate.t()

@@ -54,14 +54,14 @@ def test_dropout_of_an_update_is_the_mask_of_the_input() -> None:
     torch.manual_seed(0)
     end = torch.tensor(ENDS["any"], dtype=torch.int32, device=DEVICE)
     dropout = Dropout(torch.tensor([2**40 + 3], device=DEVICE), 0.3)
-    mask = fused_kernels.kept((ROWS, SIZE), 0, dropout.seed, dropout.threshold)
+    mask = fused_kernels.dropout_mask((ROWS, SIZE), 0, dropout.seed, dropout.threshold)
     h, matrices, out, plain = draw(ROWS, 8), draw(4, 8, SIZE), draw(ROWS, SIZE), torch.zeros(ROWS, SIZE, device=DEVICE)
     expected = out.clone()
     experts_kernels.add_update(plain, end, h, matrices, None, None)
     experts_kernels.add_update(out, end, h, matrices, None, dropout)
     torch.testing.assert_close(out, expected + plain * mask * dropout.scale, rtol=1e-5, atol=1e-5)
     x = draw(ROWS, SIZE)
-    dropped = fused_kernels.dropped(x, dropout.seed, dropout.threshold, dropout.scale)
+    dropped = fused_kernels.apply_dropout(x, dropout.seed, dropout.threshold, dropout.scale)
     torch.testing.assert_close(dropped, x * mask * dropout.scale)
 
 

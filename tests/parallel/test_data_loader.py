@@ -261,14 +261,14 @@ def test_which_batch_counts():
     weights = []
     for _ in training:
         for _ in evaluation:
-            assert uneven_batches.current().weight == 1.0
+            assert uneven_batches.active_share().weight == 1.0
             break
         for _ in evaluation:
-            assert uneven_batches.current().weight == 1.0
-        weights.append(uneven_batches.current().weight)
+            assert uneven_batches.active_share().weight == 1.0
+        weights.append(uneven_batches.active_share().weight)
         assert training.is_stand_in == (weights[-1] == 0.0)
     assert weights == [1.0, 2.0 - 2.0 * runtime.rank()] and not training.is_stand_in
-    assert uneven_batches.current().weight == 1.0 and uneven_batches._open == []
+    assert uneven_batches.active_share().weight == 1.0 and uneven_batches._open == []
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def test_models_in_a_chain_and_gradients_of_what_they_are_given(world_size):
     total = torch.zeros_like(start)
     for batch in loader:
         mine = gradient(first, second, [batch])  # of this rank's loss
-        total += mine * uneven_batches.current().weight / world_size
+        total += mine * uneven_batches.active_share().weight / world_size
     torch.distributed.all_reduce(total)
     torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-13)
     for model, one in ((first, plain[0]), (second, plain[1])):

@@ -21,7 +21,7 @@ from fullshard.planner.step_time import (
     StepTime,
     estimate_time,
     flops_per_token,
-    overlapped,
+    micro_batch_seconds,
     packed_weights,
 )
 from fullshard.planner.step_trace import Segment, StepTrace, TracedModel
@@ -182,25 +182,25 @@ def stages(count: int, compute: float, arrives: float = 0.0, leaves: float = 0.0
 
 
 def test_compute_hides_faster_communication_but_the_first_and_the_last():
-    assert overlapped(stages(4, 2.0, 1.0), []) == 1.0 + 8.0
-    assert overlapped([], stages(4, 2.0, 0.0, 1.0)) == 8.0 + 1.0
+    assert micro_batch_seconds(stages(4, 2.0, 1.0), []) == 1.0 + 8.0
+    assert micro_batch_seconds([], stages(4, 2.0, 0.0, 1.0)) == 8.0 + 1.0
 
 
 def test_slower_communication_sets_the_pace():
-    assert overlapped(stages(4, 1.0, 2.0), []) == 8.0 + 1.0
-    assert 4 * (1.0 + 2.0) <= overlapped([], stages(4, 1.0, 1.0, 2.0)) < 4 * (1.0 + 1.0 + 2.0)
+    assert micro_batch_seconds(stages(4, 1.0, 2.0), []) == 8.0 + 1.0
+    assert 4 * (1.0 + 2.0) <= micro_batch_seconds([], stages(4, 1.0, 1.0, 2.0)) < 4 * (1.0 + 1.0 + 2.0)
 
 
 def test_without_prefetch_everything_waits():
-    assert overlapped(stages(4, 2.0, 1.0), [], forward_prefetch=False) == 12.0
+    assert micro_batch_seconds(stages(4, 2.0, 1.0), [], forward_prefetch=False) == 12.0
     late = {"backward_prefetch": BackwardPrefetch.NONE}
-    assert overlapped([], stages(4, 2.0, 1.0), **late) == 12.0 > overlapped([], stages(4, 2.0, 1.0))
+    assert micro_batch_seconds([], stages(4, 2.0, 1.0), **late) == 12.0 > micro_batch_seconds([], stages(4, 2.0, 1.0))
 
 
 def test_held_back_gradients_do_not_leave():
-    assert overlapped(stages(2, 1.0), stages(2, 1.0, leaves=5.0), reduces=False) == 4.0
+    assert micro_batch_seconds(stages(2, 1.0), stages(2, 1.0, leaves=5.0), reduces=False) == 4.0
 
 
 def test_a_stage_takes_no_less_than_its_transfers():
     moved = [dataclasses.replace(stage, bus=3.0) for stage in stages(2, 1.0)]
-    assert overlapped(moved, []) == 6.0
+    assert micro_batch_seconds(moved, []) == 6.0

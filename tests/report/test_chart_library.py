@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fullshard.report import charts as library
-from fullshard.report.charts import chart_library, sealed
+from fullshard.report.charts import chart_library, with_checksum
 
 
 @pytest.fixture
@@ -40,20 +40,25 @@ def bundled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_it_is_bundled_once(cache: Path, bundled: list[Any]) -> None:
     first = chart_library()
     chart_library.cache_clear()
-    assert chart_library() == first == sealed("script 1") and len(bundled) == 1 and cache.read_text() == first
+    assert chart_library() == first == with_checksum("script 1") and len(bundled) == 1 and cache.read_text() == first
 
 
 def test_a_damaged_cache_is_replaced(cache: Path, bundled: list[Any]) -> None:
     cache.parent.mkdir(parents=True)
-    for damaged in (b"half of the scr", b"\xff\xfe", b"", sealed("script 0").replace("script 0", "scripu 0").encode()):
+    for damaged in (
+        b"half of the scr",
+        b"\xff\xfe",
+        b"",
+        with_checksum("script 0").replace("script 0", "scripu 0").encode(),
+    ):
         chart_library.cache_clear()
         cache.write_bytes(damaged)
-        assert chart_library() == sealed(f"script {len(bundled)}") == cache.read_text()
+        assert chart_library() == with_checksum(f"script {len(bundled)}") == cache.read_text()
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(cache: Path, bundled: list[Any]) -> None:
     cache.parent.parent.write_text("a file where the folder would be")
-    assert chart_library() == sealed("script 1")
+    assert chart_library() == with_checksum("script 1")
 
 
 def test_a_package_that_fails_or_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

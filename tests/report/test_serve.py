@@ -15,7 +15,7 @@ import pytest
 from fullshard.config.errors import ConfigError
 from fullshard.report import serve as serving
 from fullshard.report.run_record import RunReader
-from fullshard.report.serve import LivePage, LoopbackServer, RunWatch, over
+from fullshard.report.serve import LivePage, LoopbackServer, RunWatch, all_runs_ended
 from tests.pool import ROOT
 from tests.report.synthetic_runs import CLOSING, evaluation_record, synthetic_run, training_record, write_lines
 
@@ -50,42 +50,42 @@ def append(folder, record):
 
 def test_a_run_that_was_over_is_served_until_ctrl_c(tmp_path):
     watch = RunWatch(synthetic_run(tmp_path / "run"))
-    assert not over([watch]) and not over([watch])
+    assert not all_runs_ended([watch]) and not all_runs_ended([watch])
     (watch.folder / "report.html").write_text("made again meanwhile")
-    assert not over([watch])
+    assert not all_runs_ended([watch])
 
 
 def test_it_ends_when_the_run_has_finished(tmp_path):
     folder = started(tmp_path / "run")
     watches = [RunWatch(folder), RunWatch(synthetic_run(tmp_path / "other"))]
     with held(folder):
-        assert not over(watches)
+        assert not all_runs_ended(watches)
         append(folder, {"step": 20, **CLOSING})
-        assert not over(watches)  # it writes its results
-    assert over(watches)
+        assert not all_runs_ended(watches)  # it writes its results
+    assert all_runs_ended(watches)
 
 
 def test_a_run_that_died_may_come_back(tmp_path, monkeypatch):
     folder = started(tmp_path / "run")
     watch = RunWatch(folder)
     with held(folder):
-        assert not over([watch])
-    assert not over([watch])  # killed; a launcher may restart it
+        assert not all_runs_ended([watch])
+    assert not all_runs_ended([watch])  # killed; a launcher may restart it
     with held(folder):
         monkeypatch.setattr(serving, "RESTART", 0.0)
-        assert not over([watch])
-    assert over([watch])
+        assert not all_runs_ended([watch])
+    assert all_runs_ended([watch])
 
 
 def test_without_locks_the_metrics_tell(tmp_path):
     """Some file systems have no locks."""
     folder = started(tmp_path / "run")
     watch = RunWatch(folder)
-    assert not over([watch])
+    assert not all_runs_ended([watch])
     append(folder, training_record(25))
-    assert not over([watch])
+    assert not all_runs_ended([watch])
     append(folder, {"step": 25, **CLOSING})
-    assert over([watch])
+    assert all_runs_ended([watch])
 
 
 def test_a_page_that_takes_long_is_made_less_often(tmp_path, monkeypatch):
@@ -102,10 +102,10 @@ def test_a_page_that_takes_long_is_made_less_often(tmp_path, monkeypatch):
 
 def test_it_ends_if_the_folder_is_removed(tmp_path):
     watch = RunWatch(started(tmp_path / "run"))
-    assert not over([watch])
+    assert not all_runs_ended([watch])
     watch.folder.rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match="is not a folder; expected the output_dir of a run"):
-        over([watch])
+        all_runs_ended([watch])
 
 
 def test_a_run_that_is_away_is_read_once(tmp_path, monkeypatch):
@@ -113,9 +113,9 @@ def test_a_run_that_is_away_is_read_once(tmp_path, monkeypatch):
     append(watch.folder, training_record(25))
     read = RunReader.read
     monkeypatch.setattr(RunReader, "read", lambda self: reads.append(self) or read(self))
-    assert not over([watch]) and not over([watch]) and len(reads) == 1
+    assert not all_runs_ended([watch]) and not all_runs_ended([watch]) and len(reads) == 1
     append(watch.folder, training_record(30))
-    assert not over([watch]) and len(reads) == 2
+    assert not all_runs_ended([watch]) and len(reads) == 2
 
 
 def test_the_page_follows_the_files(tmp_path, monkeypatch):

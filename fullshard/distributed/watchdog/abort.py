@@ -15,7 +15,7 @@ from fullshard.config.errors import RankLostError
 from fullshard.device.device_kinds import KINDS
 from fullshard.device.torch_private import all_groups, backend_for, backend_timeout
 from fullshard.distributed import runtime
-from fullshard.distributed.groups import backend_of, carries
+from fullshard.distributed.groups import backend_of, has_backend_for
 from fullshard.distributed.terminal_text import print_text
 
 GIVE_UP = 8.0
@@ -36,7 +36,7 @@ def all_communicators(waits_in: Any = None) -> None:
 def all_on_gloo() -> None:
     """Abort all of this rank's communication on Gloo: an external wait may be in any of its groups."""
     for group in all_groups():
-        if group.size() > 1 and carries(group, "cpu"):
+        if group.size() > 1 and has_backend_for(group, "cpu"):
             threading.Thread(target=_quietly, args=(lambda group=group: _close_gloo(group),), daemon=True).start()
 
 
