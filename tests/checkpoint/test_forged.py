@@ -150,7 +150,9 @@ def _forge_all(folder, case, rounds, each):
 
 
 @ranks(1, timeout=120)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "factored"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "factored"))]
+)
 def test_forged_manifests_are_refused_first_or_harmless(tmp_path, optimizer):
     accepted, count = _forge_all(tmp_path, Case(optimizer=optimizer), 50, 3)
     print(f"{len(accepted)} of {count} accepted")
