@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.config.errors import DataError
+from fullshard.config.errors import DataError, one_line
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.raw_row import RawRow
 from fullshard.data.render_chat import ChatMessage, Conversation, Span
@@ -183,16 +184,36 @@ def _call_tokenizer(
     special = [document.messages is None if setting is None else setting for document in documents]
     for adds in set(special):
         mine = [i for i, one in enumerate(special) if one == adds]
-        encoded = tokenizer(
-            [texts[i] for i in mine],
-            add_special_tokens=adds,
-            return_offsets_mapping=offsets,
-            return_attention_mask=False,
+        call = functools.partial(
+            tokenizer, add_special_tokens=adds, return_offsets_mapping=offsets, return_attention_mask=False,
             verbose=False,
-        )
+        )  # fmt: skip
+        try:
+            encoded = call([texts[i] for i in mine])
+        except BaseException as error:
+            if not _is_of_the_tokenizer(error):
+                raise
+            raise _refused(call, [(documents[i].where, texts[i]) for i in mine], error) from None
         for place, i in enumerate(mine):
             results[i] = list(encoded["input_ids"][place]), encoded["offset_mapping"][place] if offsets else None
     return results
+
+
+def _is_of_the_tokenizer(error: BaseException) -> bool:
+    """Whether a tokenizer raised this error. Its Rust code may panic, with an error that is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
+def _refused(call: Callable[[str], Any], texts: Sequence[tuple[str, str]], error: BaseException) -> DataError:
+    """The error for the first of these texts, each with its row, that the tokenizer cannot encode."""
+    for where, text in texts:
+        try:
+            call(text)
+        except BaseException as own:
+            if not _is_of_the_tokenizer(own):
+                raise
+            return DataError(f"{where}: the tokenizer cannot encode the text: {one_line(own)}.")
+    return DataError(f"{texts[0][0]} and the rows after it: the tokenizer cannot encode them: {one_line(error)}.")
 
 
 def _encode_pretokenized(document: Document, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Encoded]:

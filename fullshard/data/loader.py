@@ -117,9 +117,9 @@ def _opened(folder: Path, source: DataSource, mend: Callable[[str], TokenTable])
     return table
 
 
-def check_same(checks: Sequence[int], source: DataSource) -> None:
-    """Raise if the checksums of tokens that the ranks have differ."""
-    if len(set(checks)) > 1:
+def check_same(checks: Sequence[Any], source: DataSource) -> None:
+    """Raise if the checksums of tokens that the ranks have, or the sizes of their files, differ."""
+    if any(check != checks[0] for check in checks):
         others = ", ".join(str(rank) for rank, check in enumerate(checks) if check != checks[0])
         raise DataError(
             f"{source.name}: ranks {others} read other data than rank 0; every node needs the same files, tokenizer "

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.config.errors import ConfigError, DataError
-from fullshard.data.time_limit import run_limited
+from fullshard.data.template_limits import check_length, run_limited
 
 ChatMessage = Mapping[str, Any]
 Span = tuple[int, int]
@@ -189,4 +189,5 @@ def render(
         )
 
     texts, spans = run_limited(rendered)
+    check_length(texts[0])
     return texts[0], [(int(a), int(b)) for a, b in spans[0]] if marks else []

@@ -21,9 +21,10 @@ import numpy.typing as npt
 from fullshard.data.loader import GlobalBatch, check_same
 from fullshard.data.node_stream import PageMaker, PageReader, Pages
 from fullshard.data.row_formats import bad_kinds
+from fullshard.data.sources import DataSource
 from fullshard.data.token_table import LEFT_OUT, TokenTable, cache_root, unused_columns
 from fullshard.distributed import runtime
-from fullshard.distributed.ranks import agree, once_per_node
+from fullshard.distributed.ranks import agree, exchange, once_per_node
 
 COUNTED = ("documents", "rows", "tokens", "targets", *LEFT_OUT)
 START: dict[str, Any] = {
@@ -46,23 +47,31 @@ class Stream:
 
     @contextlib.contextmanager
     def open(self, at: dict[str, Any]) -> Iterator[PageReader]:
-        """The pages from a position on. All ranks must call this; the first rank of each node makes the pages."""
+        """The pages from a position on. All ranks must call this; the first rank of each node makes the pages. Raises
+        if the nodes' files have different sizes."""
         makers: list[PageMaker] = []
 
-        def begin() -> str:
+        def begin() -> tuple[str, list[int]]:
             root, readers = cache_root(self.cache), runtime.local_world_size()
             makers.append(PageMaker(self.pages, root, at["epoch"], at["page"], at["place"], readers))
-            return str(makers[0].folder)
+            return str(makers[0].folder), _file_sizes(self.pages.source)
 
         reader: PageReader | None = None
         try:
-            reader = PageReader(Path(once_per_node(begin, "start of the stream")), runtime.local_rank())
+            folder, sizes = once_per_node(begin, "start of the stream")
+            check_same(exchange(sizes, "files of the stream"), self.pages.source)
+            reader = PageReader(Path(folder), runtime.local_rank())
             yield reader
         finally:
             if reader is not None:
                 reader.close()
             for maker in makers:
                 maker.close(reader.number if reader else 0)
+
+
+def _file_sizes(source: DataSource) -> list[int]:
+    """The sizes of a source's files; 0 for one that is missing, which its reader reports."""
+    return [file.stat().st_size if file.exists() else 0 for file in source.files]
 
 
 @dataclass

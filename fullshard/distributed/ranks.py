@@ -134,10 +134,10 @@ def exchange(value: T, what: str, *, watched: bool = True) -> list[T]:
     return values
 
 
-def require_equal(facts: Mapping[str, Any], what: str) -> None:
+def require_equal(facts: Mapping[str, Any], what: str, *, watched: bool = False) -> None:
     """Raise on all ranks if a fact that decides the result is not the same on all; the error names it, its values and
     their ranks. Versions are compared too."""
-    values = exchange({**versions(), **_plain(facts)}, f"comparing {what}", watched=False)
+    values = exchange({**versions(), **_plain(facts)}, f"comparing {what}", watched=watched)
     if difference := differences(dict(enumerate(values))):
         raise ConfigError(f"the ranks would train differently: {difference}. Start all ranks with the same {what}.")
 

@@ -5,9 +5,10 @@ If the module contains wrapped modules, their units join the new engine, which f
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from fullshard.config.errors import FSDPError, MeshError
 from fullshard.device.streams import SideStream
 from fullshard.device.torch_private import parameters_of, spec_of
 from fullshard.distributed import groups, runtime
+from fullshard.distributed.ranks import require_equal
 from fullshard.distributed.watchdog import watch as watching
 from fullshard.distributed.watchdog.watch import watch_for
 from fullshard.fsdp import backward_entry, checks, shard
@@ -109,9 +111,10 @@ def assemble(root: nn.Module, options: Options, wrapped_class: type[WrappedModul
     chosen = choose_units(root, options)
     inner_units = [unit for engine in _inner_engines(root, options) for unit in engine.units]
     ignored = with_children(options.ignored)
-    context = _context(options)
     sync = _materialize(root, options, ignored)
     plan = _make_plan(root, chosen, inner_units, options, ignored)
+    _require_equal_plans(plan, options)
+    context = _context(options)
     units = _make_units(root, plan, inner_units, options, context, sync, ignored)
     shard.place_buffers(root, options.mesh, ignored, options.precision.buffer_dtype, sync)
     settings = PrefetchSettings(options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight)
@@ -185,6 +188,25 @@ def _make_plan(
     earlier = {key: homes[id(p)] for key, p in _earlier(root, inner_units).items()}
     inputs = options.inputs(point_to_point=uses_point_to_point(dist.group.WORLD))
     return plan_model(root, chosen, inputs, ignored, earlier, {unit.module for unit in inner_units})
+
+
+def _require_equal_plans(plan: ShardingPlan, options: Options) -> None:
+    """Raise on all ranks if they wrap with other options or models. A mesh of some of the ranks is not compared."""
+    if options.mesh.size() != runtime.world_size():
+        return
+    parameters = [p for unit in plan.units for p in unit.parameters]
+    facts = {
+        "strategy": plan.strategy, "axes of the mesh": plan.axes, "replica_axes": plan.replica_axes,
+        **{f"{name} of mixed_precision": str(value) for name, value in asdict(options.precision).items()},
+        "cpu_offload": options.cpu_offload,
+        "forward_prefetch": options.forward_prefetch, "backward_prefetch": options.backward_prefetch.name,
+        "gathers_in_flight": options.gathers_in_flight, "sync_module_states": options.sync_module_states,
+        "timeout": options.timeout, "small_parameter_bytes": options.small_bytes,
+        "number of units": len(plan.units), "number of parameters": len(parameters),
+        "number of trainable parameters": sum(p.trainable for p in parameters),
+        "checksum of the sharding plan": hashlib.blake2b(plan.to_json().encode(), digest_size=8).hexdigest(),
+    }  # fmt: skip
+    require_equal(facts, "model and options of FSDPv2", watched=True)
 
 
 def _make_units(

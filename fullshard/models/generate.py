@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from fullshard.config.errors import ConfigError
-from fullshard.data.time_limit import run_limited
+from fullshard.config.errors import ConfigError, UserError
+from fullshard.data.template_limits import run_limited
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import any_of
 from fullshard.lora.virtual_tokens import is_prompt
@@ -102,10 +102,11 @@ def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]
     """The prompt tokens of a conversation, up to the start of the model's answer."""
     try:
         text = _apply_template(tokenizer, list(messages), True)
-    except Exception as error:
-        if type(error).__module__.split(".")[0] != "jinja2":
-            raise
-        raise ConfigError(f"the chat template refuses this conversation: {error}.") from None
+    except UserError:
+        raise
+    except Exception as error:  # a template is a program and may raise anything
+        kind = "" if type(error).__module__.split(".")[0] == "jinja2" else f"{type(error).__name__}: "
+        raise ConfigError(f"the chat template refuses this conversation: {kind}{error}.") from None
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fullshard.config.errors import ConfigError, DataError
-from fullshard.data import chat_template, encode, render_chat, time_limit
+from fullshard.data import chat_template, encode, render_chat, template_limits
 from fullshard.data.chat_template import BUILT_IN
 from fullshard.data.row_formats import RawRow
 from fullshard.models import generate
@@ -424,8 +424,8 @@ ENDLESS = {
 
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_limit, "SECONDS", 0.2)
-    monkeypatch.setattr(time_limit, "INTERVAL", 0.05)
+    monkeypatch.setattr(template_limits, "SECONDS", 0.2)
+    monkeypatch.setattr(template_limits, "INTERVAL", 0.05)
 
 
 @pytest.mark.usefixtures("short_limit")
@@ -440,6 +440,53 @@ def test_a_template_that_does_not_end_is_one_line(case: str, bad: str) -> None:
             ConfigError, match=r"^here.*: the chat template was stopped after 0.2 s .*chat_template_format|^the chat"
         ):
             list(encode.encode_rows([RawRow("here", row, 1)] * 3, make_tokenizer(), settings, {}))
+
+
+GROWING = {
+    "text": "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "list": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+}
+LARGE = {
+    "product": "{{ 'a' * 10 ** 9 }}",
+    "of lists": "{{ [1] * 10 ** 9 }}",
+    "from the right": "{{ 10 ** 9 * 'a' }}",
+    "squares": "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+}
+
+
+@pytest.mark.parametrize("case", GROWING)
+def test_a_template_that_needs_all_memory_is_one_line(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "BYTES", 2**28)
+    monkeypatch.setattr(template_limits, "INTERVAL", 0.02)
+    settings = encode.TextSettings(template=GROWING[case] + "{{ messages }}")
+    with pytest.raises(ConfigError, match=r"^here: the chat template was stopped (when it used more than|for want of)"):
+        list(encode.encode_rows([RawRow("here", chat_rows(1)[0], 1)], make_tokenizer(), settings, {}))
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_single_operation_of_a_template_has_limits(case: str) -> None:
+    """Python cannot interrupt one, not even to report that the rank still runs."""
+    settings = encode.TextSettings(template=LARGE[case] + "{{ messages }}")
+    with pytest.raises(DataError, match=r"^here: the chat template rejects this conversation: OverflowError: a result"):
+        list(encode.encode_rows([RawRow("here", chat_rows(1)[0], 1)], make_tokenizer(), settings, {}))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = LARGE[case]
+    with pytest.raises(ConfigError, match="refuses this conversation: OverflowError: a result"):
+        generate.chat_tokens(tokenizer, [{"role": "user", "content": "a"}])
+
+
+def test_a_text_that_no_conversation_makes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "CHARACTERS", 1000)
+    settings = encode.TextSettings(template="{% for a in range(99) %}{{ messages }}{% endfor %}")
+    with pytest.raises(ConfigError, match=r"^here: the chat template made a text of [\d,]+ characters"):
+        list(encode.encode_rows([RawRow("here", chat_rows(1)[0], 1)], make_tokenizer(), settings, {}))
+    assert encode.encode_rows([RawRow("here", {"text": "a" * 5000}, 1)], make_tokenizer(), encode.TextSettings(), {})
+
+
+def test_ordinary_products_stay() -> None:
+    template = "{{ '-' * 3 }}{{ 2 ** 10 }}{{ 1.5 * 2 }}{{ (['a'] * 2) | join }}{{ 3 * 'b' }}{{ 2 ** -1 }}{{ 2 * 3 }}"
+    assert render_chat.render(template, [], None, {})[0] == "---10243.0aabbb0.56"
 
 
 @pytest.mark.usefixtures("short_limit")
@@ -460,5 +507,5 @@ def test_the_limit_is_one_of_each_rendering() -> None:
             count += 1
         return count
 
-    assert all(time_limit.run_limited(work) for _ in range(4))
-    assert time_limit.run_limited(lambda: time.sleep(0.4)) is None, "waiting for others does not count"
+    assert all(template_limits.run_limited(work) for _ in range(4))
+    assert template_limits.run_limited(lambda: time.sleep(0.4)) is None, "waiting for others does not count"

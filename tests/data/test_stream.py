@@ -243,6 +243,21 @@ def test_every_rank_meets_an_error_at_the_same_step(tmp_path: Path, threads: int
 
 
 @ranks(2)
+def test_nodes_with_other_files_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Also where the first page is the same: the files differ after it."""
+    runtime.use_spmd()
+    file, rows = tmp_path / f"node-{runtime.rank()}" / "rows.jsonl", ROWS[: 2 * PAGE + runtime.rank()]
+    file.parent.mkdir()
+    write_rows(file, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "local_rank", lambda: 0)  # each rank is a node of its own
+        patch.setattr(runtime, "local_world_size", lambda: 1)
+        loader = Loader(feed(file_source([file]), file.parent), Collator(2), 2, runtime.rank(), 2)
+        with pytest.raises(DataError, match="ranks 1 read other data than rank 0"):
+            next(iter(loader.steps(0, 1)))
+
+
+@ranks(2)
 @pytest.mark.parametrize("late", [0.0, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_tokens_that_the_model_cannot_take_are_refused_on_every_rank(tmp_path: Path, late: float) -> None:
     """Also on a rank that comes to the page long after the first has refused it."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from fullshard.config.errors import DataError
 from fullshard.data import chat_template, checked_array, loader
@@ -76,6 +78,19 @@ def test_long_documents(tmp_path: Path, overflow: str, packing: bool) -> None:
     if overflow == "split":
         assert found.tokens[:].tolist() == whole.tokens[:].tolist()
     assert sorted(found.row_documents) == list(range(found.facts["documents"]))
+
+
+@pytest.mark.parametrize("kind", ["error", "panic"])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_text_that_the_tokenizer_cannot_encode_is_one_line(kind: str, workers: int, tmp_path: Path) -> None:
+    """A word without a token for unknown ones; a pattern that takes too long, at which the library panics."""
+    inner = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]" if kind == "panic" else "missing"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("(a|a|b?)+$" if kind == "panic" else " "), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="[UNK]")
+    rows = [{"text": "a"}, {"text": "a" * 200 + "!"}]
+    reason = "retry-limit" if kind == "panic" else "UNK"
+    with pytest.raises(DataError, match=rf"^rows, row 1: the tokenizer cannot encode the text: .*{reason}"):
+        load_table(row_source(rows, "rows"), tokenizer, TextSettings(), str(tmp_path), workers)
 
 
 def test_nothing_to_learn_is_said(tmp_path: Path) -> None:

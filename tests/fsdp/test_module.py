@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import fullshard
 import fullshard.fsdp.wrap
 import fullshard.spmd as xs
-from fullshard.config.errors import FSDPError, MeshError, UserError
+from fullshard.config.errors import ConfigError, FSDPError, MeshError, UserError
 from fullshard.distributed import runtime
 from fullshard.fsdp import (
     BackwardPrefetch,
@@ -92,6 +92,32 @@ def test_strategies_by_name_number_and_member():
     assert BackwardPrefetch.of(None) is BackwardPrefetch.NONE is BackwardPrefetch.of("NO_PREFETCH")
     with pytest.raises(FSDPError, match=r"BACKWARD_PRE"):
         BackwardPrefetch.of("BACKWARD")
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"strategy": "SHARD_GRAD_OP"}, 'strategy is "FULL_SHARD" on rank 0, "SHARD_GRAD_OP" on rank 1'),
+        ({"mixed_precision": "bf16"}, "param_dtype of mixed_precision is .* on rank 0, .*bfloat16.* on rank 1"),
+        ({"gathers_in_flight": 3}, "gathers_in_flight is 1 on rank 0, 3 on rank 1"),
+        ({"auto_wrap_policy": {Block}}, "number of units is 1 on rank 0, 4 on rank 1"),
+        ({"freeze": True}, "number of trainable parameters is 14 on rank 0, 13 on rank 1"),
+        ({"wide": True}, "checksum of the sharding plan is "),
+    ],
+)
+def test_ranks_that_wrap_differently_are_refused(options, difference):
+    """On all of them, and the next model is not disturbed."""
+    options = options if runtime.rank() == 1 else {}
+    model = Stack()
+    if options.pop("freeze", False):
+        model.out.bias.requires_grad_(False)
+    if options.pop("wide", False):
+        model.out.weight = nn.Parameter(torch.zeros(model.out.weight.shape[0] + 2, model.out.weight.shape[1]))
+    with pytest.raises(ConfigError, match=f"^the ranks would train differently: .*{difference}"):
+        FSDPv2(model, mesh_for("FULL_SHARD"), **options)
+    assert not isinstance(model, FSDPv2)
+    FSDPv2(Stack(), mesh_for("FULL_SHARD"))
 
 
 # --- policies -------------------------------------------------------------------------------------------------------
