@@ -33,7 +33,7 @@ def has_backend_for(group: dist.ProcessGroup, device_type: str) -> bool:
     return device_type in device_types(group)
 
 
-def can_coalesce(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def coalesces(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether the group's backend for the device can issue several collectives as one launch."""
     return bool(backend_for(group, device.type).supports_coalescing)
 

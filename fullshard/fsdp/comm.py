@@ -136,7 +136,7 @@ class Collectives(Link):
         issued: list[Any] = []
         with watching.issuing():
             try:
-                if not groups.can_coalesce(self.group, self.device):
+                if not groups.coalesces(self.group, self.device):
                     yield issued
                     return
                 with coalescing_manager(group=self.group, async_ops=True) as launch:

@@ -26,7 +26,7 @@ from fullshard.lora import trainable_tokens
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.deferred_logits import DeferredLogits, SoftCap, Step
 from fullshard.models.router_loss import without_padding
-from fullshard.models.token_loss import TokenLoss, by_kernel, kernel_steps, known_count, reference_losses
+from fullshard.models.token_loss import TokenLoss, by_kernel, fused, known_count, reference
 
 FUSED_BYTES = 256 * 2**20
 """The largest chunk of logits for the fused kernel, unless `chunk_tokens` is set. For each chunk the head's weight is
@@ -95,7 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.tokens, ctx.chosen = len(hidden), chosen
         if chosen is not None:
             hidden, labels = hidden[chosen], labels[chosen]
-        cap = kernel_steps(steps, bool(factors), weight.dtype, weight.device)
+        cap = fused(steps, bool(factors), weight.dtype, weight.device)
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
@@ -111,7 +111,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if cap is not None:
                 losses = by_kernel(logits, labels[piece], cap, kind, scale, entropy, logits if want else None)
             else:
-                losses = reference_losses(logits, labels[piece], steps, factors, kind, scale, entropy, want)
+                losses = reference(logits, labels[piece], steps, factors, kind, scale, entropy, want)
             del logits  # before the next chunk's
             sums += losses.per_token.sum(0)
             if losses.d_logits is None:
@@ -226,7 +226,7 @@ def whole_cross_entropy(
     kind: TokenLoss = TokenLoss(), entropy: bool = False,  # noqa: B008 - frozen
 ) -> HeadStatistics:  # fmt: skip
     """The same statistics from full logits."""
-    if kernel_steps((), False, logits.dtype, logits.device) is not None:
+    if fused((), False, logits.dtype, logits.device) is not None:
         flat = logits.reshape(-1, logits.shape[-1])
         return HeadStatistics(*_WholeLoss.apply(flat, next_labels(labels), scale, kind, entropy))
     values, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)

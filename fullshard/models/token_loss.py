@@ -165,9 +165,7 @@ class TokenLosses(NamedTuple):
     d_factors: Sequence[torch.Tensor] = ()
 
 
-def kernel_steps(
-    steps: tuple[Step, ...], trains_factors: bool, dtype: torch.dtype, device: torch.device
-) -> SoftCap | None:
+def fused(steps: tuple[Step, ...], trains_factors: bool, dtype: torch.dtype, device: torch.device) -> SoftCap | None:
     """What the kernel has to do to the logits before the loss; None if it cannot compute this loss."""
     narrow = dtype in (torch.bfloat16, torch.float16, torch.float32)
     launches = device.type == "meta" or _has_triton()
@@ -191,7 +189,7 @@ def by_kernel(
     return TokenLosses(each, gradient)
 
 
-def reference_losses(
+def reference(
     raw: torch.Tensor, labels: torch.Tensor, steps: tuple[Step, ...], factors: Sequence[torch.Tensor], kind: TokenLoss,
     scale: float, entropy: bool, want: bool,
 ) -> TokenLosses:  # fmt: skip

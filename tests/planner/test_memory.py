@@ -469,7 +469,7 @@ def test_two_ranks_with_collectives(setting: Setting, tmp_path: Path, world_size
             patch.setattr(module, "uses_point_to_point", lambda group: group is None)
         patch.setattr(parallelize, "plan_fsdp", lambda *args, **o: plain_plan(*args, **{**o, "point_to_point": False}))
         patch.setattr(measured_run, "memory_options", options)
-        patch.setattr(groups, "can_coalesce", lambda *_: True)
+        patch.setattr(groups, "coalesces", lambda *_: True)
         patch.setattr(comm, "coalescing_manager", lambda **_: contextlib.nullcontext(SimpleNamespace(works=[])))
         patch.setattr(comm, "_all_gather", gather_by_messages)
         patch.setattr(comm, "_reduce_scatter", scatter_by_messages)
