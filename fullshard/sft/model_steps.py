@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,6 @@ from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.attention import is_own
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.chunked_loss import ChunkedLossHead
-from fullshard.models.embeddings import add_noise
 from fullshard.models.experts import ExpertsVerdict, has_experts, try_experts, use_own_experts
 from fullshard.models.host_weights import offload_embedding, offload_experts
 from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
@@ -120,7 +120,7 @@ def ready_model(
     keep_tables_whole(model)
     fuse_adapter(config, model, device, say)
     if config.neftune_noise_alpha:
-        add_noise(model, config.neftune_noise_alpha)
+        _add_noise(model, config.neftune_noise_alpha)
     packed = packed_inputs(model, packing, engine.mixed_precision)
     loss = TokenLoss(config.label_smoothing_factor, config.loss_type == "dft")
     # A compiler of whole steps schedules the logits itself.
@@ -131,6 +131,20 @@ def ready_model(
     _place_weights(config, model, device, say)
     precision = set_adapter_dtype(config, model, engine.mixed_precision, say)
     return ReadyModel(engine, packed, head, precision)
+
+
+def _add_noise(model: Any, alpha: float) -> None:
+    """NEFTune: during training, add uniform noise to the output of the embedding, scaled by alpha / sqrt(length ×
+    hidden size), as transformers' Trainer does. It comes from torch's default generator, which is seeded at each step,
+    so a resumed run draws the same noise."""
+
+    def noisy(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        size = alpha / math.sqrt(output.shape[1] * output.shape[2])
+        return output + torch.zeros_like(output).uniform_(-size, size)
+
+    get_causal_lm(model).get_input_embeddings().register_forward_hook(noisy)
 
 
 def _place_weights(config: SFTConfig, model: Any, device: torch.device, say: Say) -> None:
