@@ -4,6 +4,7 @@ Imports count wherever they stand: at the top of a file, inside a function, or f
 """
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -51,6 +52,12 @@ def import_graph(package: Path) -> Graph:
             if target != module:
                 graph[module].setdefault(target, line)
     return graph
+
+
+@functools.cache
+def package_graph() -> Graph:
+    """The imports of this package."""
+    return import_graph(ROOT / PACKAGE)
 
 
 def cycles(graph: Graph) -> list[list[str]]:
@@ -109,11 +116,11 @@ def test_the_map_lists_every_file_and_no_other():
 
 
 def test_rooms_import_only_from_rooms_above_them():
-    assert wrong_directions(import_graph(ROOT / PACKAGE), order(rooms())) == []
+    assert wrong_directions(package_graph(), order(rooms())) == []
 
 
 def test_no_imports_form_a_cycle():
-    assert cycles(import_graph(ROOT / PACKAGE)) == []
+    assert cycles(package_graph()) == []
 
 
 @pytest.fixture
