@@ -25,6 +25,7 @@ class Commands(typer.core.TyperGroup):
     """The group of commands. Ctrl-C ends a command with one line instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command that the words name."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -36,6 +37,7 @@ class OwnFlags(typer.core.TyperCommand):
     """A command that parses its own flags: shells complete them as they complete its words."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """The completions of a word, flags among them."""
         return self.params[0].shell_complete(ctx, incomplete)
 
 

@@ -20,7 +20,7 @@ from fullshard.data.token_table import make_table
 from fullshard.launch.export import Choices, export
 from fullshard.launch.find_result import find_result
 from tests.data.tiny import make_tokenizer, text_rows
-from tests.report.made import LORA, run
+from tests.report.small_results import LORA, run
 
 LEAVES = (".gone", "/damaged", ".deleted")
 """Ends of names to which things are moved to be removed."""

@@ -61,7 +61,7 @@ class WritePlanner(SavePlanner):
         """The final plans of all ranks: a plain tensor that is the same on all is written by one."""
         digests = [plan.planner_data[1] for plan in all_plans]
         self.all_entries = [plan.planner_data[0] for plan in all_plans]
-        known: dict[str, TensorStorageMetadata] = {}
+        entries: dict[str, TensorStorageMetadata] = {}
         loads = [0] * len(all_plans)
         kept: list[list[WriteItem]] = [[] for _ in all_plans]
         plain: dict[str, dict[int, WriteItem]] = {}
@@ -83,9 +83,9 @@ class WritePlanner(SavePlanner):
                 index = MetadataIndex(f"{name}@rank-{rank}", item.index.offset)
                 kept[rank].append(replace(item, index=index))
         for item in (item for items in kept for item in items):
-            _add_chunk(item, known)
+            _add_chunk(item, entries)
         plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, kept, strict=True)]
-        return plans, Metadata(state_dict_metadata=dict(known))
+        return plans, Metadata(state_dict_metadata=dict(entries))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """The final plan as it is."""
@@ -118,10 +118,10 @@ def _digest(t: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def _add_chunk(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None:
+def _add_chunk(item: WriteItem, entries: dict[str, TensorStorageMetadata]) -> None:
     data, name = item.tensor_data, item.index.fqn
     assert data is not None
-    entry = known.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
+    entry = entries.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
     if entry.size != data.size or entry.properties.dtype != data.properties.dtype:
         raise CheckpointError(
             f"ranks disagree about {name}: {tuple(entry.size)} {entry.properties.dtype} on one, "

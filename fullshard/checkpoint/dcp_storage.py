@@ -178,8 +178,8 @@ class CheckpointWriter(StorageWriter):
             at: _Written = result.storage_data
             pieces[result.index.fqn].append(PieceEntry(order[at.file.name], at.begin, at.offsets, at.sizes))
         tensors = {
-            name: TensorEntry(DTYPE_NAMES[known.properties.dtype], tuple(known.size), tuple(pieces[name]))
-            for name, known in metadata.state_dict_metadata.items()
+            name: TensorEntry(DTYPE_NAMES[stored.properties.dtype], tuple(stored.size), tuple(pieces[name]))
+            for name, stored in metadata.state_dict_metadata.items()
         }
         if gaps := incomplete_tensors(tensors):
             raise CheckpointError(f"parts of {', '.join(gaps[:5])} were written by no rank, or by more than one")

@@ -134,9 +134,9 @@ class CheckpointManager:
         """The steps whose checkpoints are removed once `step` is published, as rank 0 decides."""
         if self.max_to_keep is None:
             return []
-        known = sorted(self._known | {step})
-        kept = {step, *known[-self.max_to_keep :]}
-        return exchange([s for s in known if s not in kept and not self._is_protected(s)], "old checkpoints")[0]
+        steps = sorted(self._known | {step})
+        kept = {step, *steps[-self.max_to_keep :]}
+        return exchange([s for s in steps if s not in kept and not self._is_protected(s)], "old checkpoints")[0]
 
     def _published(self, step: int, expired: list[int]) -> None:
         """Record a published checkpoint and remove the expired ones."""

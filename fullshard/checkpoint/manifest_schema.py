@@ -82,13 +82,13 @@ def fields(needed: Mapping[str, Check], other: Mapping[str, Check] | None = None
     def check(value: Any, where: str) -> None:
         if not isinstance(value, dict):
             _fail(value, where, "an object")
-        known = {**needed, **(other or {})}
+        fields = {**needed, **(other or {})}
         if missing := sorted(needed.keys() - value.keys()):
             raise ValueError(f"{where} lacks {', '.join(missing)}")
-        if not more and (extra := sorted(value.keys() - known.keys())):
+        if not more and (extra := sorted(value.keys() - fields.keys())):
             raise ValueError(f"{where} has the unknown field {extra[0]!r}")
-        for name in known.keys() & value.keys():
-            known[name](value[name], f"{where}.{name}")
+        for name in fields.keys() & value.keys():
+            fields[name](value[name], f"{where}.{name}")
 
     return check
 

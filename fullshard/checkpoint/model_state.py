@@ -39,16 +39,16 @@ def provided_by_base(model: nn.Module) -> set[str]:
 def describe_model(description: StateDescription, name: str, model: nn.Module, omitted: set[str]) -> None:
     """Describe a model without the parameters in `omitted`."""
     entry: dict[str, Any] = {"kind": "model", "class": type(model).__qualname__, "tied": {}, "extra": {}}
-    seen: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             entry["extra"][key] = json_tree.encode(value, description.put, f"{name}/{key}")
         elif key in omitted:
             continue
-        elif id(value) in seen:
-            entry["tied"][key] = seen[id(value)]
+        elif id(value) in first_names:
+            entry["tied"][key] = first_names[id(value)]
         else:
-            seen[id(value)] = key
+            first_names[id(value)] = key
             description.put(f"{name}/{key}", value)
     base = base_of(model)
     entry["base"] = {"path": str(base.path), **base.identity} if base is not None else None

@@ -402,10 +402,10 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
 
     A true-or-false flag needs no value; `--no_…` turns it off.
     """
-    known: dict[str, Option] = {}
+    by_name: dict[str, Option] = {}
     for one in options:
         for name in (one.key, *one.flags):
-            known[name] = one
+            by_name[name] = one
     values: dict[str, Any] = {}
     left = list(words)
     while left and left[0].startswith("-") and left[0] != "-":
@@ -414,16 +414,16 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
             break
         flag, equals, value = word.partition("=")
         name = flag.lstrip("-").replace("-", "_")
-        flag_option, negated = known.get(name), False
+        flag_option, negated = by_name.get(name), False
         if (
             flag_option is None
             and name.startswith("no_")
-            and (flag_option := known.get(name[3:]))
+            and (flag_option := by_name.get(name[3:]))
             and flag_option.kind is bool
         ):
             negated = True
         if flag_option is None or (negated and equals):
-            hint = nearest_option(name, known.values(), known) or "."
+            hint = nearest_option(name, by_name.values(), by_name) or "."
             raise ConfigError(f"{command}: unknown flag {flag}{hint} See fullshard {command} --help.")
         if negated:
             values[flag_option.name] = False

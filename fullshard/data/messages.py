@@ -93,8 +93,8 @@ def message_of(message: Any, what: str) -> dict[str, Any]:
         raise BadRow(f"{what} is {short(message)}; expected an object with role and content.")
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     role, content = message.get(role_key), message.get(content_key)
-    known = ROLES.get(role.lower()) if isinstance(role, str) else None
-    if known is None:
+    standard = ROLES.get(role.lower()) if isinstance(role, str) else None
+    if standard is None:
         expected = ", ".join(dict.fromkeys(ROLES.values()))
         raise BadRow(f"{what} has the role {short(role)}; expected one of {expected}.", kind="unknown role")
     # Columnar files give every message the keys of all messages, with null where a message has none.
@@ -112,9 +112,9 @@ def message_of(message: Any, what: str) -> dict[str, Any]:
         raise BadRow(f"{what} has the content {short(content)}; expected text.", kind=kind)
     text_of(content or "", f"the content of {what}")
     empty = not (content or "").strip()
-    if known in ("user", "assistant") and empty and not calls:
-        raise BadRow(f"{what}: the {known} message is empty; expected text.", kind="empty message")
-    parsed = {"role": known, "content": None if calls and empty else content}
+    if standard in ("user", "assistant") and empty and not calls:
+        raise BadRow(f"{what}: the {standard} message is empty; expected text.", kind="empty message")
+    parsed = {"role": standard, "content": None if calls and empty else content}
     return {**parsed, **more, **({"tool_calls": calls} if calls else {}), **weight}
 
 

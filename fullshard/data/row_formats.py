@@ -83,8 +83,8 @@ def reading_of(
     text_field: str, columns: str | None, on_bad_row: str, prompt_format: str | None = None, prepared: bool = False
 ) -> Reading:
     """The settings for parsing rows, from the command-line options; `columns` is "name=column,…"."""
-    known = [*(name for row_format in ROW_FORMATS for name in (*row_format.columns, *row_format.optional)), text_field]
-    known += _named(prompt_format) if prompt_format is not None else []
+    names = [*(name for row_format in ROW_FORMATS for name in (*row_format.columns, *row_format.optional)), text_field]
+    names += _named(prompt_format) if prompt_format is not None else []
     pairs = []
     for part in (columns or "").split(","):
         if not part.strip():
@@ -92,10 +92,10 @@ def reading_of(
         name, equals, column = (word.strip() for word in part.partition("="))
         if not (name and equals and column):
             raise ConfigError(f"dataset_columns has {part.strip()!r}; expected name=column, such as prompt=question.")
-        if name not in known:
+        if name not in names:
             raise ConfigError(
                 f"dataset_columns names {name!r}; expected name=column, with the name one of "
-                f"{', '.join(dict.fromkeys(known))}."
+                f"{', '.join(dict.fromkeys(names))}."
             )
         pairs.append((name, column))
     twice = {name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1}
@@ -168,7 +168,7 @@ def few_bad_rows(named: BadRows, more: BadRows) -> BadRows:
     for kind, message in more:
         kinds = [kind for kind, _ in named]
         if len(named) == NAMED and kind not in kinds:
-            again = [i for i, known in enumerate(kinds) if known in kinds[:i]]
+            again = [i for i, earlier in enumerate(kinds) if earlier in kinds[:i]]
             named = [row for i, row in enumerate(named) if i != max(again, default=-1)]
         if len(named) < NAMED:
             named.append((kind, message))
@@ -209,8 +209,8 @@ def _parse_row(raw: RawRow, reading: Reading) -> Document:
             return Document(raw.where, **row_format.read(row), unused=unused, data_set=raw.data_set)
     except BadRow as bad:
         raise BadRow(bad.why, whole, bad.kind) from None
-    known = {column for row_format in formats for column in row_format.columns}
-    if null := [name for name in whole if name in known and name not in row]:
+    columns = {column for row_format in formats for column in row_format.columns}
+    if null := [name for name in whole if name in columns and name not in row]:
         raise BadRow(f"`{null[0]}` is null; expected a value.", whole, f"no {null[0]}")
     alone = (
         " Rows with only a prompt are for trainers that generate completions (GRPO, PPO)." if "prompt" in row else ""

@@ -166,15 +166,15 @@ def _adapt_message(message: ChatMessage, template: str, special: Special, where:
         message = form.calling(message, calls)
     for name in REASONING:
         if message["role"] == "assistant" and message.get(name):
-            known = reasoning_name(template, special, name, bool(calls))
-            if known is None:
+            field_name = reasoning_name(template, special, name, bool(calls))
+            if field_name is None:
                 raise _dropped(
                     where,
                     template,
                     f"`{name}`",
                     "put it into the content, or",
                 )
-            message = {known if k == name else k: v for k, v in message.items()}
+            message = {field_name if k == name else k: v for k, v in message.items()}
     return message
 
 
@@ -182,8 +182,8 @@ OWN = "use the model's own template (chat_template_format none) if it renders th
 
 
 def _dropped(where: str, template: str, what: str, instead: str) -> DataError:
-    known = built_in_name(template)
+    built_in = built_in_name(template)
     return DataError(
-        f"{where}: the row has {what}, which the chat template{f' {known}' if known else ''} does not render: it would "
-        f"be missing from the training text; {instead} leave such rows out (on_bad_row skip)."
+        f"{where}: the row has {what}, which the chat template{f' {built_in}' if built_in else ''} does not render: it "
+        f"would be missing from the training text; {instead} leave such rows out (on_bad_row skip)."
     )

@@ -28,6 +28,7 @@ else:
 
         @staticmethod
         def constexpr(value: Any) -> Any:
+            """The value itself."""
             return value
 
     class triton:  # type: ignore[no-redef]
@@ -35,14 +36,17 @@ else:
 
         @staticmethod
         def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+            """The function itself, which is never launched."""
             return function
 
         @staticmethod
         def cdiv(a: int, b: int) -> int:
+            """The quotient, rounded up."""
             return -(-a // b)
 
         @staticmethod
         def next_power_of_2(n: int) -> int:
+            """The smallest power of 2 that is not less than `n`."""
             return 1 << max(0, n - 1).bit_length()
 
 

@@ -75,8 +75,8 @@ class JobStore:
         with self._lock:
             unseen = [key for key in keys if key not in self._existing]
             self._existing.update(self._find_existing(unseen))
-            known = [key for key in keys if key in self._existing]
-            opened = {key: self.open(key, value) for key, value in zip(known, self._values(known), strict=True)}
+            existing = [key for key in keys if key in self._existing]
+            opened = {key: self.open(key, value) for key, value in zip(existing, self._values(existing), strict=True)}
         return {key: visible(value.decode(errors="replace")) for key, value in opened.items() if value is not None}
 
     def _find_existing(self, keys: list[str]) -> list[str]:
@@ -145,7 +145,7 @@ class JobStore:
     def open(self, key: str, raw: bytes) -> bytes | None:
         """The text of a stored value. One that is refused counts as the last short value of this key, or as none."""
         number, text = int.from_bytes(raw[TAG : TAG + NUMBER]), raw[TAG + NUMBER :]
-        last, known = self._seen.get(key, (0, b""))
+        last, last_value = self._seen.get(key, (0, b""))
         if number < last or not hmac.compare_digest(raw, self.sign(key, number, text)):
             if not self.refused:
                 self._warn(
@@ -154,7 +154,7 @@ class JobStore:
                     f"different values of {SECRET_VARIABLE}."
                 )
             self.refused.add(key)
-            return known or None
+            return last_value or None
         self._seen[key] = (number, text if len(text) <= REMEMBERED else b"")
         return text
 

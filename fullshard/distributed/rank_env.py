@@ -107,11 +107,13 @@ def choose_device(requested: str | None, local_rank: int, gpus: int, gpu_kind: s
     """The device `requested`, else a GPU by local rank, else the CPU. `gpu_kind`: the type of the GPUs."""
     gpu_kind = gpu_kind or accelerator.kind()
     if requested not in (None, "", "cpu", *KINDS):
-        known = " or ".join(repr(name) for name in ("cpu", *KINDS))
-        raise RuntimeSetupError(f"Device {requested!r} is not supported: expected {known} ({DEVICE_VARIABLE}).")
+        types = " or ".join(repr(name) for name in ("cpu", *KINDS))
+        raise RuntimeSetupError(f"Device {requested!r} is not supported: expected {types} ({DEVICE_VARIABLE}).")
     if requested in KINDS and (gpus == 0 or requested != gpu_kind):
-        seen = f" of that type, only {gpu_kind!r}" if gpus else ""
-        raise RuntimeSetupError(f"Device {requested!r} was requested, but torch sees no GPU{seen} here. Use 'cpu'.")
+        gpus_text = f" of that type, only {gpu_kind!r}" if gpus else ""
+        raise RuntimeSetupError(
+            f"Device {requested!r} was requested, but torch sees no GPU{gpus_text} here. Use 'cpu'."
+        )
     if requested == "cpu" or gpus == 0:
         return torch.device("cpu")
     return torch.device(gpu_kind, local_rank % gpus)
@@ -120,16 +122,16 @@ def choose_device(requested: str | None, local_rank: int, gpus: int, gpu_kind: s
 def choose_backend(device_type: str, *, own: bool) -> str:
     """Gloo for CPU tensors. For those of an accelerator its own backend (NCCL for CUDA), if it can be used (`own`):
     torch has it, and ranks share no device."""
-    known = KINDS.get(device_type)
-    if known is None:
+    kind = KINDS.get(device_type)
+    if kind is None:
         return "gloo"
-    if not own and not known.gloo:
+    if not own and not kind.gloo:
         raise RuntimeSetupError(
-            f"Tensors on {device_type} devices are sent by {known.backend} only, which cannot be used here: this build "
+            f"Tensors on {device_type} devices are sent by {kind.backend} only, which cannot be used here: this build "
             f"of torch does not have it, or ranks share a device. Start one rank per device, install the package that "
-            f"has {known.backend}, or set {DEVICE_VARIABLE}=cpu."
+            f"has {kind.backend}, or set {DEVICE_VARIABLE}=cpu."
         )
-    return f"cpu:gloo,{device_type}:{known.backend if own else 'gloo'}"
+    return f"cpu:gloo,{device_type}:{kind.backend if own else 'gloo'}"
 
 
 def choose_init_timeout(argument: float | None, env: Mapping[str, str]) -> float:

@@ -14,18 +14,30 @@ from fullshard.config.options import counting_number
 
 
 class ShardingStrategy(enum.IntEnum):
-    """What is sharded, and how long gathered values are kept."""
+    """What is sharded, and how long gathered values are kept: a row for each strategy, which plan and engine read."""
 
-    FULL_SHARD = 1
-    """Parameters, gradients and optimizer state are sharded; gathered values are freed after forward."""
-    SHARD_GRAD_OP = 2
-    """As FULL_SHARD, but gathered values are kept until their backward is over."""
-    NO_SHARD = 3
-    """Every rank holds whole parameters; gradients are averaged."""
-    HYBRID_SHARD = 4
-    """FULL_SHARD inside a group of ranks, replicated across groups."""
-    HYBRID_SHARD_ZERO2 = 5
-    """SHARD_GRAD_OP inside a group of ranks, replicated across groups."""
+    # fmt: off
+    #                    number  shards hybrid keeps
+    FULL_SHARD         =      1, True,  False, False
+    SHARD_GRAD_OP      =      2, True,  False, True
+    NO_SHARD           =      3, False, False, True
+    HYBRID_SHARD       =      4, True,  True,  False
+    HYBRID_SHARD_ZERO2 =      5, True,  True,  True
+    # fmt: on
+
+    shards: bool
+    """Whether parameters, gradients and optimizer state are sharded; otherwise every rank holds whole parameters, and
+    gradients are averaged."""
+    hybrid: bool
+    """Whether the model is sharded inside groups of ranks and replicated across them."""
+    keeps_after_forward: bool
+    """Whether gathered values are kept until their backward is over; otherwise they are freed after forward."""
+
+    def __new__(cls, number: int, shards: bool, hybrid: bool, keeps_after_forward: bool) -> ShardingStrategy:
+        strategy = int.__new__(cls, number)
+        strategy._value_ = number
+        strategy.shards, strategy.hybrid, strategy.keeps_after_forward = shards, hybrid, keeps_after_forward
+        return strategy
 
     @classmethod
     def of(cls, value: ShardingStrategy | str | int) -> ShardingStrategy:
@@ -36,25 +48,11 @@ class ShardingStrategy(enum.IntEnum):
                 return cls[name]
             number = counting_number(name)
             value = value if number is None else number
-        if isinstance(value, int) and not isinstance(value, bool) and value in cls._value2member_map_:
-            return cls(value)
-        known = ", ".join(f"{s.name} ({s.value})" for s in cls)
-        raise FSDPError(f"unknown sharding strategy {value!r}; the strategies are {known}")
-
-    @property
-    def shards(self) -> bool:
-        """Whether parameters, gradients or optimizer states are sharded."""
-        return self is not ShardingStrategy.NO_SHARD
-
-    @property
-    def hybrid(self) -> bool:
-        """Whether the model is sharded inside groups and replicated across them."""
-        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
-
-    @property
-    def keeps_after_forward(self) -> bool:
-        """Whether gathered parameters are kept until backward."""
-        return self not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if is_number and (match := [strategy for strategy in cls if strategy == value]):
+            return match[0]
+        strategies = ", ".join(f"{s.name} ({s.value})" for s in cls)
+        raise FSDPError(f"unknown sharding strategy {value!r}; the strategies are {strategies}")
 
 
 class BackwardPrefetch(enum.Enum):

@@ -101,9 +101,12 @@ class Mapped(TensorReader):
         self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
+        """A range of its values, in their order."""
         return self.tensor.reshape(-1)[start:stop]
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """The copy of the slices into `out`."""
+
         def copy_slices() -> None:
             out.copy_(self.tensor[cuts])
 

@@ -50,15 +50,15 @@ def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
         values = overlay(read_section(section, notes), read_words(words))
         settings = settings_from_trainer_flags(words, section)  # refuses what cannot be served
         renamed = {_PLUGIN_NAMES.get(name, name): value for name, value in values.items()}
-        known = inspect.signature(FullyShardedDataParallelPlugin).parameters
-        notes += [*_without_effect(values), *_not_of_the_plugin(renamed.keys() - known, values)]
+        parameters = inspect.signature(FullyShardedDataParallelPlugin).parameters
+        notes += [*_without_effect(values), *_not_of_the_plugin(renamed.keys() - parameters, values)]
         for note in (*notes, *engines.current().sharding_notes(settings)):
             runtime.get_logger().info("TrainingArguments: %s", note)
         self.fsdp, self.fsdp_config = True, {}
         original(self)
         options = section if isinstance(section, dict) else {"config_file": str(Path(section))} if section else {}
         self.fsdp_config |= {name.removeprefix("fsdp_"): value for name, value in options.items()}
-        return {name: value for name, value in renamed.items() if name in known}
+        return {name: value for name, value in renamed.items() if name in parameters}
 
     return process
 

@@ -23,11 +23,11 @@ OPTIONS: dict[str, Callable[[], tuple[Option, ...]]] = {
 
 def complete(command: str, words: Sequence[str], incomplete: str) -> Iterator[tuple[str, str]]:
     """What may stand where a command line ends in `incomplete`, with a help text; nothing where that is a file."""
-    known = {one.key: one for one in reversed(OPTIONS[command]()) if not one.refused}
-    before = known.get(words[-1].lstrip("-").replace("-", "_")) if words and words[-1].startswith("-") else None
+    by_key = {one.key: one for one in reversed(OPTIONS[command]()) if not one.refused}
+    before = by_key.get(words[-1].lstrip("-").replace("-", "_")) if words and words[-1].startswith("-") else None
     if before is not None and before.choices:
         yield from ((value, "") for value in before.choices if value.startswith(incomplete))
     elif incomplete.startswith("-"):
         hyphens = "-" in incomplete.lstrip("-")
-        flags = {f"--{key.replace('_', '-') if hyphens else key}": one for key, one in sorted(known.items())}
+        flags = {f"--{key.replace('_', '-') if hyphens else key}": one for key, one in sorted(by_key.items())}
         yield from ((flag, help_of(one)) for flag, one in flags.items() if flag.startswith(incomplete))

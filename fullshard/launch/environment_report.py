@@ -171,8 +171,8 @@ def _backends() -> list[str]:
     """The backends of `torch.distributed` in this build of torch."""
     import torch.distributed as dist
 
-    known = ("gloo", *(kind.backend for kind in KINDS.values()), "mpi", "ucc")
-    return [name for name in known if dist.is_backend_available(name)]
+    backends = ("gloo", *(kind.backend for kind in KINDS.values()), "mpi", "ucc")
+    return [name for name in backends if dist.is_backend_available(name)]
 
 
 def _gpus() -> list[str]:

@@ -76,16 +76,20 @@ class AgentStore(JobStore):
     """Signed values under the names of a store of torch's, as torch's elastic agents call them."""
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Sign and store a value."""
         self.put(key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Sign and store several values."""
         for key, value in zip(keys, values, strict=True):
             self.put(key, value)
 
     def get(self, key: str) -> bytes:
+        """A value; waits until it has arrived."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Several values; waits until all have arrived."""
         self.wait(keys)
         values = [self.open(key, value) for key, value in zip(keys, self._values(list(keys)), strict=True)]
         return [_accepted(key, value) for key, value in zip(keys, values, strict=True)]
@@ -96,6 +100,7 @@ class AgentStore(JobStore):
         return self.change(key, lambda now: new if (now or b"") == old else now or old)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until these values have arrived."""
         end, pause = time.monotonic() + (timeout or self.timeout).total_seconds(), 0.01
         # Polled: a wait that times out makes torch print a warning about its sockets.
         while not self.has(keys):
@@ -120,6 +125,7 @@ class AgentStore(JobStore):
         return self._store.timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time limit of waits."""
         self._store.set_timeout(timeout)
 
 

@@ -111,10 +111,10 @@ def ask_all(out: Terminal, machine: Machine) -> dict[str, Any]:
         values["distributed_type"] = "FSDP"
         _ask_engine(ask, values)
     values["num_processes"] = _ask_processes(ask, machine, kind, values.get("num_machines", 0)) if kind else 1
-    known = bool(gpus) and not values["use_cpu"]  # which GPUs will compute
-    leave_out = ["fp8", "bf16"] if known and not machine.bf16 else ["fp8"]
+    gpus_compute = bool(gpus) and not values["use_cpu"]  # which GPUs will compute
+    leave_out = ["fp8", "bf16"] if gpus_compute and not machine.bf16 else ["fp8"]
     offered = [c for c in OPTIONS["mixed_precision"].choices if c not in leave_out]
-    default = offered.index("bf16") if known and machine.bf16 else 0
+    default = offered.index("bf16") if gpus_compute and machine.bf16 else 0
     values["mixed_precision"] = ask.pick("Which mixed precision?", "mixed_precision", default, leave_out)
     return values
 

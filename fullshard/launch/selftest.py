@@ -37,11 +37,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class Layer(nn.Module):
+    """A residual layer of the model that is trained."""
+
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer on a batch of rows."""
         return x + torch.tanh(self.inner(self.norm(x)))
 
 

@@ -34,7 +34,7 @@ def sft(words: Sequence[str]) -> int:
     mine, launchers = split(words)
     arguments = parse(mine)
     if arguments.config.preview:
-        from fullshard.sft.preview import preview_run
+        from fullshard.launch.preview import preview_run
 
         preview_run(check_command(arguments))
         return 0
@@ -65,12 +65,12 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def refuse_unknown(words: Sequence[str], options: Iterable[Option], command: str) -> None:
     """Refuse flags that are none of these options, with the name that comes nearest."""
     options = tuple(options)
-    known = {name for one in options for name in (one.key, *one.flags)}
+    names = {name for one in options for name in (one.key, *one.flags)}
     for word in words:
         flag = word.partition("=")[0]
         name = flag.lstrip("-").replace("-", "_")
-        if flag.startswith("--") and name and not {name, name.removeprefix("no_")} & known:
-            hint = nearest_option(name, options, known) or "."
+        if flag.startswith("--") and name and not {name, name.removeprefix("no_")} & names:
+            hint = nearest_option(name, options, names) or "."
             raise ConfigError(f"{command}: unknown flag {flag}{hint} See fullshard {command} --help.")
 
 

@@ -111,14 +111,14 @@ def check_out(name: str) -> Path:
 
 
 def _from_store(stored: StoredPlan, words: Sequence[str]) -> Shown:
-    known = options_of(StoredOptions)
-    others, mine = separate(words, _by_name(known))
+    stored_options = options_of(StoredOptions)
+    others, mine = separate(words, _by_name(stored_options))
     if others:
         raise ConfigError(
             f"show: {stored.place} has a plan already, which settings do not change: leave out {others[0]}, or show "
             f"the model instead."
         )
-    per_node = StoredOptions(**parse_flags(mine, known, "show").values).gpus_per_node
+    per_node = StoredOptions(**parse_flags(mine, stored_options, "show").values).gpus_per_node
     if per_node is not None and per_node < 1:
         raise ConfigError(f"--gpus_per_node is {per_node}; expected 1 or more.")
     estimate = stored.estimate

@@ -185,13 +185,6 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def undo_fuse_lora(model: nn.Module) -> None:
-    """Let all layers run PEFT's forward again."""
-    for module in model.modules():
-        if module.__dict__.pop("_fullshard_lora", None) is not None:
-            del module.forward
-
-
 def why_not(layer: Any) -> str:
     """Why a LoRA layer cannot run in a group; empty if it can."""
     from peft.tuners.lora import Linear

@@ -272,13 +272,6 @@ def fuse_mlps(model: nn.Module, known: Mapping[type, GatedParts]) -> int:
     return count
 
 
-def undo_fuse_mlps(model: nn.Module) -> None:
-    """Let all MLPs run their own forward again."""
-    for module in model.modules():
-        if module.__dict__.pop("_fullshard_mlp", None) is not None:
-            del module.forward
-
-
 def _fits(layers: list[Any]) -> bool:
     groups = [layer._fullshard_lora[0] for layer in layers]
     ranks = [layer.r[group.adapter] for layer, group in zip(layers, groups, strict=True)]

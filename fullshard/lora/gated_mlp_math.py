@@ -49,6 +49,8 @@ class Dropouts(NamedTuple):
 
 
 class Gradients(NamedTuple):
+    """The gradients of the input and of the adapters."""
+
     x: torch.Tensor | None
     a: list[torch.Tensor]
     """Of gate, up, down."""

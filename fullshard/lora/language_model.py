@@ -47,6 +47,7 @@ class LeftOut(nn.Module):
         return getattr(vars(self)["part"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the part has no values."""
         raise ConfigError(f"{type(self.part).__name__} is not loaded: this model was read for text alone.")
 
 

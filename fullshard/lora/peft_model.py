@@ -80,9 +80,9 @@ def get_peft_model_on_meta(model: nn.Module, peft_config: Any) -> Any:
     """
     method = getattr(peft_config, "init_lora_weights", None)
     if method is None:
-        known = method_of(peft_config) in INITIALIZED_BY_NAME
+        by_name = method_of(peft_config) in INITIALIZED_BY_NAME
         # PEFT needs real values in shared projections and token indices.
-        with torch.device("cpu"), contextlib.nullcontext() if known else _stand_ins(model):
+        with torch.device("cpu"), contextlib.nullcontext() if by_name else _stand_ins(model):
             return with_layers(model, peft_config)
     if not isinstance(method, str) or method.lower() == "gaussian":
         return with_layers(model, peft_config, low_cpu_mem_usage=True)

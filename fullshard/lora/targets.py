@@ -48,10 +48,10 @@ def find_targets(model: nn.Module, value: str | Sequence[str] | None = None) -> 
     modules = [name for name, _ in model.named_modules() if name]
     absent = [w for w in targets if not any(_ends_with(name, w) for name in modules)]
     if absent:
-        known = sorted({name.rpartition(".")[2] for name in linear})
+        last_names = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"lora_target_modules: the model has no module named {', '.join(absent)}; its linear layers are "
-            f"{', '.join(known) or 'none'}. Use {ALL_LINEAR!r} for all linear layers except the head"
+            f"{', '.join(last_names) or 'none'}. Use {ALL_LINEAR!r} for all linear layers except the head"
         )
     return [name for name in modules if any(_ends_with(name, w) for w in targets)]
 
@@ -105,12 +105,12 @@ def _expert_weights(model: nn.Module) -> Iterator[str]:
     """The stacked weights of experts, by name."""
     for name, module in model.named_modules():
         if isinstance(module, NF4Experts):
-            found = set(module.fused)
+            expert_weights = set(module.fused)
         elif EXPERTS & {*name.split(".")} and not isinstance(module, nn.Linear):
-            found = {own for own, p in module.named_parameters(recurse=False) if p.ndim == 3}
+            expert_weights = {own for own, p in module.named_parameters(recurse=False) if p.ndim == 3}
         else:
-            found = {own for own, _ in fused_experts(module)}
-        yield from (f"{name}.{own}" for own in sorted(found))
+            expert_weights = {own for own, _ in fused_experts(module)}
+        yield from (f"{name}.{own}" for own in sorted(expert_weights))
 
 
 def _in_router(name: str, blocks: Iterable[str]) -> bool:
@@ -160,12 +160,12 @@ def converted(peft_config: Any, model: Any) -> Any:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # older than the conversion
         return peft_config
-    found = copy.deepcopy(peft_config)
+    resolved = copy.deepcopy(peft_config)
     try:
-        convert_peft_config_for_transformers(found, model=model, conversions=None)
+        convert_peft_config_for_transformers(resolved, model=model, conversions=None)
     except ValueError:
-        found.target_modules = set()
-    return found
+        resolved.target_modules = set()
+    return resolved
 
 
 def adapts_parameters(peft_config: Any, model: nn.Module) -> bool:

@@ -40,6 +40,7 @@ class DeferredLogits(torch.Tensor):
         hidden: torch.Tensor, head: nn.Linear, rows: TrainedRows | None = None, steps: tuple[Step, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> Any:  # fmt: skip
+        """The logits of these hidden states."""
         shape = (*hidden.shape[:-1], head.out_features)
         deferred = make_wrapper_subclass(
             DeferredLogits, shape, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=False

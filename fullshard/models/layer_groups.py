@@ -82,8 +82,8 @@ def record_shared_inputs(model: nn.Module, input_ids: torch.Tensor) -> dict[type
     by_class: dict[type, list[Names]] = {}
     for parent, inputs in calls.items():
         groups = _same_tensor(inputs)
-        known = by_class.setdefault(type(parent), groups)
-        by_class[type(parent)] = [group for group in known if group in groups]
+        previous = by_class.setdefault(type(parent), groups)
+        by_class[type(parent)] = [group for group in previous if group in groups]
     return by_class
 
 

@@ -90,6 +90,6 @@ def warn_of_collapse(usage: dict[str, ExpertUsage]) -> None:
     runtime.warn_once(
         "collapsed routing",
         f"the router of {name} sends {worst.top_share:.0%} of its choices to the same {worst.choices} of "
-        f"{worst.experts} experts ({len(collapsed)} of {len(usage)} layers do): the others hardly train. A larger "
-        f"router_aux_loss_coef or a lower learning rate spreads them",
+        f"{worst.experts} experts ({len(collapsed)} of {len(usage)} layers do): the others hardly train. Set "
+        f"a larger router_aux_loss_coef, or lower learning_rate",
     )

@@ -81,8 +81,8 @@ def _token_losses(  # type: ignore[no-untyped-def]
                 tl.store(gradient + at, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=at < COLUMNS)
         return
     lowest = float("-inf")
-    known = (label >= 0) & (label < COLUMNS)  # the loss of another label is NaN
-    target = _capped(tl.load(logits + label, mask=known, other=float("nan")), before, after, TANH, SCALED)
+    in_range = (label >= 0) & (label < COLUMNS)  # the loss of another label is NaN
+    target = _capped(tl.load(logits + label, mask=in_range, other=float("nan")), before, after, TANH, SCALED)
 
     # The log of the sum of exponentials, relative to the largest logit so far.
     largest = tl.full([], lowest, tl.float32)
@@ -110,7 +110,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
     lse = largest + tl.log(total)
 
     # Correct if the label's logit is the largest, and the first of those that are.
-    column = tl.where(known, label, 0)
+    column = tl.where(in_range, label, 0)
     near = column // BLOCK * BLOCK + lanes
     ahead = near < column
     others = _capped(tl.load(logits + near, mask=ahead, other=0), before, after, TANH, SCALED)

@@ -38,19 +38,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def check_schedule(kind: str, options: Mapping[str, Any], rate: float) -> dict[str, Any]:
     """A schedule's options, checked and with defaults filled in; `rate` is the peak learning rate."""
-    known = SETTINGS[kind]
+    allowed = SETTINGS[kind]
     for name, value in options.items():
-        if name not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        if name not in allowed:
+            takes = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
             raise ConfigError(
-                f"lr_scheduler_kwargs: {kind} has no setting {name!r}{nearest(name, known) or ';'} {takes}."
+                f"lr_scheduler_kwargs: {kind} has no setting {name!r}{nearest(name, allowed) or ';'} {takes}."
             )
         if name.endswith("_type"):
             if value not in SHAPES:
                 raise ConfigError(f"lr_scheduler_kwargs: {name} is {value!r}; expected {', '.join(SHAPES)}.")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(f"lr_scheduler_kwargs: {name} is {value!r}; expected a number, 0 or more.")
-    settings = {**known, **options}
+    settings = {**allowed, **options}
     if kind == "polynomial":
         if settings["lr_end"] >= rate > 0:
             raise ConfigError(

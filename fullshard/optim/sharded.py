@@ -204,11 +204,11 @@ def _exchange(
     sent = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)  # bytes: every backend sends them
     sent = sent.cpu() if through_host else sent
     counts = [math.prod(shape) for shape in shapes]
-    got = sent.new_empty(sum(counts) * size)
+    received = sent.new_empty(sum(counts) * size)
     issue = functools.partial(
-        dist.all_to_all_single, got, sent, [n * size for n in counts], [p.numel() * size for p in pieces], group,
+        dist.all_to_all_single, received, sent, [n * size for n in counts], [p.numel() * size for p in pieces], group,
         async_op=True,
     )  # fmt: skip
     collectives.finish("matrices of Muon", issue, group)
-    flat = got.to(device).view(dtype)
+    flat = received.to(device).view(dtype)
     return [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]

@@ -220,20 +220,20 @@ class ActivationBudget:
 
     def _note(self, meters: dict[int, LayerMeter], rest: int, scale: float) -> None:
         """Add what a step has shown."""
-        known, probe, whole = self.measured, self.probe, self.memory.peak() - rest
+        measured, probe, whole = self.measured, self.probe, self.memory.peak() - rest
         peak = scale * (self._before_update - rest if self._before_update is not None else whole)
         for kind, meter in meters.items():
-            known.kept[kind, probe[1] if probe is not None else Level.RECOMPUTE] = meter.kept * scale
+            measured.kept[kind, probe[1] if probe is not None else Level.RECOMPUTE] = meter.kept * scale
             if probe is None:
-                known.inputs[kind] = meter.input * scale
+                measured.inputs[kind] = meter.input * scale
         if probe is None:
-            known.full = known.lean = peak
+            measured.full = measured.lean = peak
         elif probe == (self.kinds[-1], Level.KEEP_ALL):
-            sizes = known.sizes(probe[0])
-            known.lean = min(known.full, peak - (sizes[Level.KEEP_ALL] - sizes[Level.RECOMPUTE]))
-            known.update = whole if whole > peak else 0.0
-        known.rest = self.memory.in_use()
-        known.limit = min(usable_memory(self.memory), budget_limit(self.budget) or math.inf)
+            sizes = measured.sizes(probe[0])
+            measured.lean = min(measured.full, peak - (sizes[Level.KEEP_ALL] - sizes[Level.RECOMPUTE]))
+            measured.update = whole if whole > peak else 0.0
+        measured.rest = self.memory.in_use()
+        measured.limit = min(usable_memory(self.memory), budget_limit(self.budget) or math.inf)
 
     # --- the choice -------------------------------------------------------------------------------------------------
 

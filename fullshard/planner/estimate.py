@@ -236,8 +236,8 @@ class Estimator:
         ranks = machine.num_processes, machine.nodes
         key = (model, str(layout), *ranks)
         if key not in self._plans:
-            known = self._models.get(model)
-            self._plans[key] = known.on_ranks(layout, *ranks) if known is not None else planned_model(
+            cached = self._models.get(model)
+            self._plans[key] = cached.on_ranks(layout, *ranks) if cached is not None else planned_model(
                 config, layout, request.model, *ranks, device=machine.kind, started=True
             )  # fmt: skip
             self._models.setdefault(model, self._plans[key])

@@ -204,13 +204,13 @@ class _Estimate:
         optimizer = self.options.optimizer
         if optimizer.name is None:
             return 0
-        known: dict[object, int] = {}
+        sizes: dict[object, int] = {}
         total = 0
         for unit in self.plan.units:
             key = (signature(unit), tuple(not optimizer.apart.isdisjoint(p.names) for p in unit.parameters))
-            if key not in known:
-                known[key] = sum(self.transport.rounded(optimizer.state(p)) for p in unit.parameters)
-            total += known[key]
+            if key not in sizes:
+                sizes[key] = sum(self.transport.rounded(optimizer.state(p)) for p in unit.parameters)
+            total += sizes[key]
         return total + sum(optimizer.state(p) for p in self.options.unsharded)
 
     @cached_property
@@ -418,8 +418,8 @@ class SplitTrace:
         self.tail: list[Segment] = []
         for segment in trace.segments:
             if segment.unit:
-                known = self.forward if segment.moment == "forward" else self.backward
-                known.setdefault(segment.unit, segment)
+                moments = self.forward if segment.moment == "forward" else self.backward
+                moments.setdefault(segment.unit, segment)
             elif segment.moment == "loss":
                 self.loss.append(segment)
             elif segment.moment == "forward":

@@ -12,24 +12,29 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from fullshard.config.byte_size import memory_size
 from fullshard.config.errors import CapacityError, ConfigError, UserError, first_line
 from fullshard.device import accelerator
-from fullshard.distributed import runtime
+from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import agree, on_rank_0
 from fullshard.distributed.temporary_folders import temporary_folder
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.strategy import dtype_name
 from fullshard.lora.model_size import dense_line, summary
 from fullshard.models.causal_lm import get_causal_lm
+from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.settings import EngineSettings
-from fullshard.planner.batch import BatchShape
+from fullshard.planner.activation_budget import ActivationBudget
+from fullshard.planner.batch import BatchShape, largest_in_data
 from fullshard.planner.changes import with_advice
 from fullshard.planner.estimate import Estimate, Estimator
 from fullshard.planner.machines import MACHINES, Machine, recognize, total_host_memory
@@ -39,6 +44,7 @@ from fullshard.planner.planned_model import planned_model
 from fullshard.planner.request import PlanRequest
 from fullshard.planner.verdict import MOMENTS, cannot_fit, check_state
 from fullshard.sft.adapter import Say
+from fullshard.sft.batches import StepLoader, Steps, describe_shapes
 from fullshard.sft.sft_config import SFTConfig
 
 
@@ -53,8 +59,8 @@ class RunToPlan:
     """The sharded model."""
     base: Path | None
     """The folder with its weights; None for a model that was given in memory."""
-    batch: BatchShape | None
-    """Its largest micro-batch; None if that is unknown."""
+    batches: Steps | None
+    """Its training data; None for a run that only evaluates."""
     steps: int
     grown: bool = False
     """Whether the model has more token rows than its files."""
@@ -64,22 +70,42 @@ class RunToPlan:
     """Whether the optimizer is the one that the settings name, not a script's."""
     own_loss: bool = True
     """Whether the loss is the engine's, not a script's."""
-    usable: int | None = None
-    """The bytes that each rank may allocate as far as other programs are concerned; None where that decides nothing."""
-    traces_step: bool = True
-    """Whether a step is planned, not only what does not depend on it."""
+
+    @functools.cached_property
+    def batch(self) -> BatchShape | None:
+        """Its largest micro-batch; None if that is unknown."""
+        return largest_in_data(self.config, self.batches)
 
 
-def plan_first(run: RunToPlan, say: Say) -> Estimate | None:
-    """The estimate of a run that is about to begin; None where none can be made, and on other ranks than the first. It
-    has a choice of levels only if it counts everything that a step needs.
+def plan_first(run: RunToPlan, layers: Sequence[nn.Module], say: Say) -> tuple[ActivationBudget, Estimate | None]:
+    """What these layers of a run that is about to begin keep for backward, and the run's estimate.
 
-    Raises if the run cannot fit; prints the plan of its model. All ranks must call it."""
+    There is no estimate where none can be made, and on other ranks than the first. Raises if the run cannot fit; prints
+    the plan of its model. All ranks must call it.
+    """
+    compiled = engines.current().compiles_steps  # then no step is traced
+    if compiled and isinstance(run.batches, StepLoader):
+        say(describe_shapes(run.config, run.batches.dataset))
+    activations = _activation_budget(run, layers, say)
+    traced = run.batches is not None and not run.config.skip_plan and not compiled
+    usable = activations.usable() if traced else None
     state = agree(lambda: known_state(run), "memory check")[0]
     for line in (*describe_plan(run.model.plan, state), dense_line(run.model), summary(run.model)):
         if line is not None:
             say(line)
-    return plan_step(run, say) if run.traces_step else None
+    estimate = plan_step(run, usable, say) if traced else None
+    activations.begin(estimate.choice if estimate is not None else None)
+    return activations, estimate
+
+
+def _activation_budget(run: RunToPlan, layers: Sequence[nn.Module], say: Say) -> ActivationBudget:
+    config = run.config
+    reentrant = config.use_reentrant and not has_router_loss(run.model)
+    if reentrant != config.use_reentrant:
+        say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
+    budget = config.activation_budget if run.batches is not None else None
+    offload = config.activation_offloading
+    return ActivationBudget(layers, budget, run.batch, run.model, say, offload=offload, reentrant=reentrant)
 
 
 def known_state(run: RunToPlan) -> StateMemory:
@@ -119,13 +145,15 @@ def describe_plan(plan: ShardingPlan, state: StateMemory) -> list[str]:
     ]
 
 
-def plan_step(run: RunToPlan, say: Say) -> Estimate | None:
-    """The estimate of the whole run, on the first rank; a line about it, or why there is none."""
+def plan_step(run: RunToPlan, usable: int | None, say: Say) -> Estimate | None:
+    """The estimate of the whole run, on the first rank; prints a line about it, or why there is none. Its choice of
+    levels counts everything that a step needs. `usable` are the bytes that each rank may allocate as far as other
+    programs are concerned; None where that decides nothing."""
     estimates: list[Estimate] = []
 
     def plan() -> None:
         try:
-            estimate = estimate_now(run)
+            estimate = estimate_now(run, usable)
         except UserError as error:
             say(f"plan: activations cannot be planned: {first_line(error)}")
             return
@@ -141,7 +169,7 @@ def plan_step(run: RunToPlan, say: Say) -> Estimate | None:
     return estimates[0] if estimates else None
 
 
-def estimate_now(run: RunToPlan) -> Estimate:
+def estimate_now(run: RunToPlan, usable: int | None) -> Estimate:
     """What the run needs and costs on the devices of this job."""
     if run.batch is None:
         raise CapacityError("the length of batches is not known in advance.")
@@ -155,7 +183,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
     planned = dataclasses.replace(planned, plan=run.model.plan)
     assumed = [] if run.own_loss else ["the loss is the script's: what it keeps is not counted"]
     name = str(run.base) if run.base is not None else type(get_causal_lm(run.model)).__name__
-    return estimator.of_model(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer, run.usable)
+    return estimator.of_model(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer, usable)
 
 
 @contextlib.contextmanager

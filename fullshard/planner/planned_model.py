@@ -128,8 +128,8 @@ def planned_model(
     if earlier is not None:
         requested = adapter.resumed_config(config, Path(earlier), _nothing)
     # How many tokens train beside a new adapter is what counts, not which: they may be given as text.
-    known = started or earlier is not None
-    tokens = [] if known else list(range(len(as_list(config.trainable_token_indices or ""))))
+    has_sizes = started or earlier is not None
+    tokens = [] if has_sizes else list(range(len(as_list(config.trainable_token_indices or ""))))
     if place is None:
         raise ConfigError(f"{earlier} names no model here; give the model it was trained on.")
     where = find_config(place, config.revision)

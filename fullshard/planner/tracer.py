@@ -37,19 +37,32 @@ class Traceable(Protocol):
     """What is traced of a `PlannedModel`."""
 
     @property
-    def model(self) -> Any: ...
+    def model(self) -> Any:
+        """The model on the meta device."""
+
     @property
-    def head(self) -> Any: ...
+    def head(self) -> Any:
+        """The loss head."""
+
     @property
-    def packed(self) -> Any: ...
+    def packed(self) -> Any:
+        """What isolates packed documents; None without packing."""
+
     @property
-    def kinds(self) -> Mapping[str, str]: ...
+    def kinds(self) -> Mapping[str, str]:
+        """The kind of each unit, by its name."""
+
     @property
-    def precision(self) -> MixedPrecision: ...
+    def precision(self) -> MixedPrecision:
+        """The dtypes of mixed precision."""
+
     @property
-    def engine(self) -> EngineSettings: ...
+    def engine(self) -> EngineSettings:
+        """The sharding settings."""
+
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device that the step is planned for."""
 
 
 def trace_step(

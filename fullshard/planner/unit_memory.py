@@ -269,5 +269,5 @@ def _outline(bucket: Bucket | None) -> Any:
 
 def units_of(plan: ShardingPlan, transport: Transport) -> dict[str, UnitMemory]:
     """The memory of every unit by its name."""
-    known: dict[Any, UnitMemory] = {}
-    return {unit.name: known.setdefault(signature(unit), UnitMemory(unit, transport)) for unit in plan.units}
+    by_kind: dict[Any, UnitMemory] = {}
+    return {unit.name: by_kind.setdefault(signature(unit), UnitMemory(unit, transport)) for unit in plan.units}

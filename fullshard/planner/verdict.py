@@ -83,8 +83,8 @@ class Verdict:
         return [self._outcome(), *self._reason(), *self._advice()]
 
     def _known_parts(self) -> list[str]:
-        known = ", ".join(f"{part} {memory_size(size)}" for part, size in self.parts.items() if size)
-        return [f"Known for each device: {known}."] if known else []
+        parts = ", ".join(f"{part} {memory_size(size)}" for part, size in self.parts.items() if size)
+        return [f"Known for each device: {parts}."] if parts else []
 
     def _outcome(self) -> str:
         needs, has, apart = (memory_size(n) for n in (self.needs, self.has, abs(self.has - self.needs)))

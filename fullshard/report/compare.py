@@ -94,8 +94,8 @@ def _loss_over(
     runs: Sequence[RunRecord], curve: Any, places: Sequence[list[tuple[float, float]]], unit: str, size: float
 ) -> Chart | None:
     positions = [position(points, size) for points in places]
-    known = [run if len(points) > 1 else replace(run, metrics=()) for run, points in zip(runs, places, strict=True)]
-    return curve_chart(curve, known, unit, positions)
+    drawn = [run if len(points) > 1 else replace(run, metrics=()) for run, points in zip(runs, places, strict=True)]
+    return curve_chart(curve, drawn, unit, positions)
 
 
 def _tokens(run: RunRecord) -> list[tuple[float, float]]:
@@ -151,8 +151,8 @@ def _settings(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         parts.append("<h3>Machine and versions</h3>" + table(header, _rows(around), "Machine and versions"))
     if rest:
         parts.append(folded("Settings that do not change training", table(header, _rows(rest), "Other settings")))
-    if len(known := [name for name, run in zip(names, runs, strict=True) if run.settings]) < len(runs):
-        parts.append(note(f"Only known for {', '.join(known) or 'no run'}."))
+    if len(with_settings := [name for name, run in zip(names, runs, strict=True) if run.settings]) < len(runs):
+        parts.append(note(f"Only known for {', '.join(with_settings) or 'no run'}."))
     return "".join(parts)
 
 

@@ -174,10 +174,12 @@ class TensorBoard:
         self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", run.step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
         for name, value in grouped(values).items():
             self.writer.add_scalar(name, value, step)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write the answers of an evaluation as text."""
         for number, sample in enumerate(samples, 1):
             parts = {"prompt": sample.prompt, "answer": sample.answer, "reference": sample.reference}
             text = "\n\n".join(f"**{name}**\n\n{_indented(part)}" for name, part in parts.items() if part is not None)
@@ -185,6 +187,7 @@ class TensorBoard:
         self.writer.flush()
 
     def close(self) -> None:
+        """Write what is buffered and close the file."""
         self.writer.close()
 
 
@@ -206,13 +209,16 @@ class WeightsAndBiases:
         self.run.define_metric("*", step_metric="step")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
         self.run.log({"step": step, **grouped(values)})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log the answers of an evaluation as a table."""
         rows = [[step, s.prompt, s.answer, s.reference or ""] for s in samples]
         self.run.log({"step": step, "samples": self.wandb.Table(["step", "prompt", "answer", "reference"], data=rows)})
 
     def close(self) -> None:
+        """Finish the run."""
         self.run.finish()
 
 

@@ -73,6 +73,7 @@ class EventLog:
     # --- events of the run ------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Record the start of the training, or that it resumes, and what was recorded before it."""
         self.step, early = state.global_step, self._early or []
         if not self.step:
             self.path.unlink(missing_ok=True)  # of a training that starts again
@@ -82,12 +83,15 @@ class EventLog:
             self.add(event["kind"], event["text"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Keep the step that later events belong to."""
         self.step = state.global_step
 
     def on_save(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Record a checkpoint."""
         self.add("checkpoint")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Record the end of the training."""
         self.add("end")
 
 

@@ -57,8 +57,8 @@ def metric_charts(runs: Sequence[RunRecord]) -> list[Chart]:
 
 def other_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Curves of metrics that a script logs or computes itself."""
-    known = "|".join([COUNTED, *(curve.names for curve in CURVES)])
-    names = [n for n in dict.fromkeys(n for run in runs for n in run.columns) if not re.fullmatch(known, n)]
+    shown_names = "|".join([COUNTED, *(curve.names for curve in CURVES)])
+    names = [n for n in dict.fromkeys(n for run in runs for n in run.columns) if not re.fullmatch(shown_names, n)]
     numbers = [n for n in names if any(value is not None for run in runs for _, value in run.series(n))]
     curves = [Curve(f"metric-{i}", name, re.escape(name)) for i, name in enumerate(numbers[:OTHERS], 1)]
     return [chart for curve in curves if (chart := curve_chart(curve, runs)) is not None]

@@ -347,16 +347,16 @@ class LivePage:
 
     def _look(self) -> None:
         """Make the contents again if something has changed."""
-        known = ((self.over, *map(lock_owner, self.folders)), [_files(folder) for folder in self.folders])
+        state = ((self.over, *map(lock_owner, self.folders)), [_files(folder) for folder in self.folders])
         began = time.monotonic()
-        same = self._known is not None and self._known[0] == known[0]
-        if self._known == known or (same and began < self._due):
+        same = self._known is not None and self._known[0] == state[0]
+        if self._known == state or (same and began < self._due):
             return
         runs = [run.read() for run in self._runs]
         page = contents(runs[0]) if len(runs) == 1 else comparison(runs)
         self._contents = replace(page, lead=page.lead + lead(runs, self.over))
         self._update = Content("text/html", body(self._contents))
-        self._known = known
+        self._known = state
         now = time.monotonic()
         self._due = now + (now - began) / SHARE_OF_TIME
 

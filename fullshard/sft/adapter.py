@@ -234,12 +234,12 @@ def train_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
 
 def trainable_token_ids(config: SFTConfig, tokenizer: Any, rows: int) -> list[int]:
     """The ids of the tokens in `trainable_token_indices`, which are ids or text."""
-    tokens, known = [], tokenizer.get_vocab()
+    tokens, token_ids = [], tokenizer.get_vocab()
     for word in as_list(config.trainable_token_indices or ""):
         number = counting_number(word)
-        index = number if number is not None else known.get(word)
+        index = number if number is not None else token_ids.get(word)
         if index is None or index >= rows:
-            what = f"has no token {word!r}{nearest(word, known)}" if index is None else f"has no token {index}"
+            what = f"has no token {word!r}{nearest(word, token_ids)}" if index is None else f"has no token {index}"
             raise ConfigError(
                 f"trainable_token_indices: the tokenizer {what} (the model has {rows} token rows). Expected tokens of "
                 f"the tokenizer's vocabulary, or their ids."
@@ -253,11 +253,13 @@ def untrained_tokens(peft_config: Any, model: Any, tokens: list[int]) -> list[in
     if not tokens:
         return []
     requested = getattr(peft_config, "trainable_token_indices", None) or {}
-    known = {index for group in (requested.values() if isinstance(requested, dict) else [requested]) for index in group}
+    indices = {
+        index for group in (requested.values() if isinstance(requested, dict) else [requested]) for index in group
+    }
     whole = getattr(peft_config, "modules_to_save", None) or ()
     if all(_named(name, whole) for name in _tables(model)):
         return []
-    return [token for token in tokens if token not in known]
+    return [token for token in tokens if token not in indices]
 
 
 def _tables(model: Any) -> dict[str, nn.Module]:

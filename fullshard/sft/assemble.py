@@ -9,56 +9,32 @@ The steps between the bare model and sharding are those of `model_steps.py`; a p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fullshard.config.errors import ConfigError
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import require_equal
-from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.model import checkpointed_modules
 from fullshard.parallel.settings import EngineSettings
-from fullshard.planner.activation_budget import ActivationBudget
-from fullshard.planner.batch import largest_in_data
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.plan_first import RunToPlan, plan_first
 from fullshard.report.reporter import Reporter
 from fullshard.sft.adapter import Say, new_adapter_config, set_projection_dtype
 from fullshard.sft.base_model import has_own_tables, load_base_model, locate_model
-from fullshard.sft.batches import StepLoader, Steps, describe_shapes, load_data
-from fullshard.sft.callbacks import Callbacks
+from fullshard.sft.batches import Steps, load_data
 from fullshard.sft.checked_run import CheckedRun
-from fullshard.sft.loop import Loop, LoopFunctions
+from fullshard.sft.loop import Loop
 from fullshard.sft.model_steps import adapt_model, ready_model, shard_ready_model
 from fullshard.sft.optimizer import sharded_optimizer
-from fullshard.sft.optimizer_step import OptimizerSteps, StepFunctions
+from fullshard.sft.optimizer_step import OptimizerSteps
 from fullshard.sft.output_dir import settings_that_train
 from fullshard.sft.sft_config import SFTConfig
-from fullshard.sft.trainer_context import Parts
-from fullshard.sft.training_state import MicroBatch, TrainingState
+from fullshard.sft.trainer_context import Parts, TrainerFunctions
+from fullshard.sft.training_state import TrainingState
 from fullshard.sft.vocabulary import load_tokenizer, prepare_vocabulary
 from fullshard.weights.fill import fill
-
-
-@dataclass(frozen=True)
-class TrainerFunctions:
-    """What a run shares with its trainer and calls of it."""
-
-    micro: MicroBatch
-    events: Callbacks
-    step: StepFunctions
-    loop: LoopFunctions
-    store_flos: Callable[[], None]
-    make_optimizer: Callable[[int], tuple[Any, Any]]
-    """Make the optimizer and the schedule of a run of this many steps."""
-    own_optimizer: bool
-    """Whether the optimizer is the one that the settings name."""
-    own_loss: bool
-    """Whether loss and batches are the engine's own, not a script's."""
 
 
 def join_ranks(engine: EngineSettings) -> None:
@@ -111,7 +87,11 @@ def build_loop(
     ready = ready_model(config, parts.engine, parts.model, parts.packing, total, runtime.device(), say)
     layers = checkpointed_modules(parts.model, ready.engine) if config.gradient_checkpointing else []
     sharded = shard_ready_model(config, parts.model, ready, say)
-    activations, estimate = _plan_memory(config, parts, sharded, ready.engine, layers, reporter, steps, functions)
+    run = RunToPlan(
+        config, ready.engine, sharded, parts.base, steps, reporter.total, parts.grown, parts.adapter_config,
+        functions.own_optimizer, functions.own_loss,
+    )  # fmt: skip
+    activations, estimate = plan_first(run, layers, say)
     if parts.base is not None:
         fill(
             sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),
@@ -128,28 +108,3 @@ def build_loop(
     on_start = config.eval_on_start and parts.evaluation is not None
     loop = Loop(config, state, step, ready.head, steps, reporter, functions.loop, events, evaluates_first=on_start)
     return loop, estimate
-
-
-def _plan_memory(
-    config: SFTConfig, parts: Parts, sharded: Any, engine: EngineSettings, layers: Sequence[Any], reporter: Reporter,
-    steps: Steps | None, functions: TrainerFunctions,
-) -> tuple[ActivationBudget, Estimate | None]:  # fmt: skip
-    """What layers keep for backward, and what the run will need. Raises if it cannot fit."""
-    say, compiled = reporter.say, engines.current().compiles_steps  # then no step is traced
-    reentrant = config.use_reentrant and not has_router_loss(parts.model)
-    if reentrant != config.use_reentrant:
-        say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
-    if compiled and isinstance(steps, StepLoader):
-        say(describe_shapes(config, steps.dataset))
-    largest, traces_step = largest_in_data(config, steps), steps is not None and not config.skip_plan and not compiled
-    activations = ActivationBudget(
-        layers, config.activation_budget if steps is not None else None, largest, sharded, say,
-        offload=config.activation_offloading, reentrant=reentrant,
-    )  # fmt: skip
-    run = RunToPlan(
-        config, engine, sharded, parts.base, largest, reporter.total, parts.grown, parts.adapter_config,
-        functions.own_optimizer, functions.own_loss, activations.usable() if traces_step else None, traces_step,
-    )  # fmt: skip
-    estimate = plan_first(run, say)
-    activations.begin(estimate.choice if estimate is not None else None)
-    return activations, estimate

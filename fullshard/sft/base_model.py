@@ -316,10 +316,10 @@ def _check_causal(model: Any) -> None:
         raise ConfigError(f"model is a {name}, an encoder-decoder; expected a causal language model.")
     refuse_encoder("model", model.config.to_dict())
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    known = head is not None or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    is_causal_lm = head is not None or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     taken = inspect.signature(type(model).forward).parameters
     takes_labels = "labels" in taken or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
-    if not known or not takes_labels:
+    if not is_causal_lm or not takes_labels:
         raise ConfigError(
             f"model is a {name}, which has no language-model head or computes no loss; expected a causal language "
             f"model (AutoModelForCausalLM)."

@@ -225,8 +225,8 @@ def trained_tokens(labels: Any) -> int:
     """The number of labels that contribute to the loss."""
     if labels is None:
         return 0
-    known = known_count(labels)
-    return known if known is not None else int((labels[..., 1:] != IGNORED).sum())
+    total = known_count(labels)
+    return total if total is not None else int((labels[..., 1:] != IGNORED).sum())
 
 
 # --- loaders --------------------------------------------------------------------------------------------------------

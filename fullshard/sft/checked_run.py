@@ -308,10 +308,10 @@ def _check_adapter(adapter: str) -> None:
 def check_template_path(name: str) -> None:
     """Refuse a `chat_template_path` that is neither a Jinja file nor a tokenizer's folder nor a name on the hub."""
     path = Path(name).expanduser()
-    known = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
-    if path.is_dir() and not any((path / file).is_file() for file in known):
+    names = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
+    if path.is_dir() and not any((path / file).is_file() for file in names):
         raise ConfigError(
-            f"chat_template_path: {path} has no {' or '.join(known[:2])}; it holds {list_contents(path)}."
+            f"chat_template_path: {path} has no {' or '.join(names[:2])}; it holds {list_contents(path)}."
         )
     if (looks_local(name) or path.suffix in (".jinja", ".j2")) and not path.exists():
         raise ConfigError(f"chat_template_path: {path} does not exist; expected a Jinja file or a folder.")

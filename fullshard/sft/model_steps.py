@@ -123,9 +123,8 @@ def ready_model(
         add_noise(model, config.neftune_noise_alpha)
     packed = packed_inputs(model, packing, engine.mixed_precision)
     loss = TokenLoss(config.label_smoothing_factor, config.loss_type == "dft")
-    chunked = (
-        config.chunked_loss and not engines.current().compiles_steps
-    )  # there the compiler schedules the logits of a program
+    # A compiler of whole steps schedules the logits itself.
+    chunked = config.chunked_loss and not engines.current().compiles_steps
     head = ChunkedLossHead(model, config.loss_chunk_tokens, chunked, loss, config.measures_entropy)
     if head.why_not:
         say(f"chunked_loss: {head.why_not}.")

@@ -125,9 +125,8 @@ def class_and_options(config: SFTConfig) -> tuple[Any, dict[str, Any]]:
     if SERVED[config.optim].package == "bitsandbytes":
         return _bitsandbytes(config.optim, options, adam)
     if config.optim.startswith("adamw_torch"):
-        fused = (
-            config.optim == "adamw_torch_fused" and not engines.current().compiles_steps
-        )  # the compiler fuses updates itself
+        # A compiler of whole steps fuses updates itself.
+        fused = config.optim == "adamw_torch_fused" and not engines.current().compiles_steps
         return torch.optim.AdamW, options | adam | ({"fused": True} if fused else {})
     if config.optim == "lion_32bit":
         return Lion, options | betas

@@ -27,8 +27,8 @@ from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.settings import EngineSettings
 from fullshard.report import loggers
 from fullshard.report.reporter import Reporter
+from fullshard.report.step_record import step_watchers
 from fullshard.sft import assemble, output_dir, results
-from fullshard.sft.assemble import TrainerFunctions
 from fullshard.sft.batches import total_steps
 from fullshard.sft.callbacks import Callbacks, with_best_metric
 from fullshard.sft.checked_run import CheckedRun, check_script
@@ -44,8 +44,7 @@ from fullshard.sft.samples import Samples, choose_samples
 from fullshard.sft.saving import CheckpointSaver
 from fullshard.sft.script_methods import Accelerator, AcceleratorState, Plugin, ScriptMethods
 from fullshard.sft.sft_config import SFTConfig
-from fullshard.sft.step_record import step_watchers
-from fullshard.sft.trainer_context import Parts, ShardedRun, Shared, TrainerContext
+from fullshard.sft.trainer_context import Parts, ShardedRun, Shared, TrainerContext, TrainerFunctions
 from fullshard.sft.training_arguments import quantization_settings
 from fullshard.sft.training_step import Optimizers, TrainingStep
 
@@ -269,7 +268,7 @@ class SFTTrainer:
         events.meet()
         loop, self.estimate = assemble.build_loop(config, parts, reporter, first, steps, self._functions())
         events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
-        events.own += step_watchers(reporter.folder, loop.state)
+        events.own += step_watchers(reporter.folder, loop.model, loop.optimizer, lambda: loop.activations.is_settled)
         return loop, ShardedRun(
             loop.state, loop.head, loop.steps.isolate_documents, loop.snapshot, reporter, writer, hub
         )

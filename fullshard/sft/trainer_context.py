@@ -21,6 +21,8 @@ from fullshard.report.reporter import Reporter
 from fullshard.sft import adapter
 from fullshard.sft.callbacks import Callbacks
 from fullshard.sft.hub import Hub
+from fullshard.sft.loop import LoopFunctions
+from fullshard.sft.optimizer_step import StepFunctions
 from fullshard.sft.results import ResultWriter
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.training_state import MicroBatch, TrainingState
@@ -56,6 +58,23 @@ class Parts:
     def from_weights(self) -> bool:
         """Whether the new adapter is initialized from the base weights (PiSSA, OLoRA)."""
         return self.new_adapter and adapter.starts_from_weights(self.model)
+
+
+@dataclass(frozen=True)
+class TrainerFunctions:
+    """What a run shares with its trainer and calls of it."""
+
+    micro: MicroBatch
+    events: Callbacks
+    step: StepFunctions
+    loop: LoopFunctions
+    store_flos: Callable[[], None]
+    make_optimizer: Callable[[int], tuple[Any, Any]]
+    """Make the optimizer and the schedule of a run of this many steps."""
+    own_optimizer: bool
+    """Whether the optimizer is the one that the settings name."""
+    own_loss: bool
+    """Whether loss and batches are the engine's own, not a script's."""
 
 
 @dataclass

@@ -97,8 +97,8 @@ class TrainingStep:
     def count_tokens(self, step: Step) -> Step:
         """A step with the number of its trained tokens, over all ranks."""
         self._context.current_gradient_accumulation_steps = len(step.batches)
-        known = step.pick.targets != UNKNOWN_COUNT and self._context.data_collator is None
-        if known and not self._calls.is_overridden("get_batch_samples", "_get_num_items_in_batch"):
+        is_counted = step.pick.targets != UNKNOWN_COUNT and self._context.data_collator is None
+        if is_counted and not self._calls.is_overridden("get_batch_samples", "_get_num_items_in_batch"):
             return step
         real = [batch for batch, rows in zip(step.batches, step.mine, strict=True) if rows]
         samples, items = self._calls.get_batch_samples(iter(real), len(real), runtime.device())

@@ -160,8 +160,8 @@ def add_end_token(model: Any, tokenizer: Any) -> None:
     settings = getattr(get_causal_lm(model), "generation_config", None)
     if settings is None or tokenizer.eos_token_id is None:
         return
-    known = settings.eos_token_id
-    ends = list(known) if isinstance(known, list | tuple) else [] if known is None else [known]
+    eos = settings.eos_token_id
+    ends = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
     if tokenizer.eos_token_id not in ends:
         settings.eos_token_id = [*ends, tokenizer.eos_token_id] if ends else tokenizer.eos_token_id
 

@@ -98,11 +98,15 @@ def _make_units(
 ) -> list[Unit]:
     """The units of the plan: new ones, and those of modules that were wrapped before."""
     inputs = dataclasses.replace(options.inputs(point_to_point=False), small_bytes=0, any_order=True)
-    known = {id(p.parameter): AlreadySharded(p.plan, unit.module) for unit in inner for p in unit.parameters}
+    earlier_parameters = {
+        id(p.parameter): AlreadySharded(p.plan, unit.module) for unit in inner for p in unit.parameters
+    }
     # A parameter that another module still holds as it was before a part of the model was wrapped.
-    originals = {id(p): known.get(id(shard.replaced[p].parameter)) for p in root.parameters() if p in shard.replaced}
-    known |= {key: earlier for key, earlier in originals.items() if earlier is not None}
-    plan = plan_model(root, chosen, inputs, ignored, known, {unit.module for unit in inner})
+    originals = {
+        id(p): earlier_parameters.get(id(shard.replaced[p].parameter)) for p in root.parameters() if p in shard.replaced
+    }
+    earlier_parameters |= {key: earlier for key, earlier in originals.items() if earlier is not None}
+    plan = plan_model(root, chosen, inputs, ignored, earlier_parameters, {unit.module for unit in inner})
     modules = dict(root.named_modules())
     existing = {unit.module: unit for unit in inner}
     units = []

@@ -120,8 +120,8 @@ class OutputRule:
                 f"output; this module returned {_described(output)}. Pass shard_output=lambda output, mesh: …, which "
                 f"calls mark_sharding on the tensors in it"
             )
-        known = sharding_of(first)
-        if first.ndim and (known is None or not any(known.dims)):
+        layout = sharding_of(first)
+        if first.ndim and (layout is None or not any(layout.dims)):
             annotate(first, Layout.of(self.mesh, (self.axes, *(None for _ in first.shape[1:])), first.shape))
         return output
 

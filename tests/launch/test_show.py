@@ -21,8 +21,8 @@ from fullshard.fsdp.plan import ShardingPlan
 from tests.browser import Browser, find_browser
 from tests.fsdp.programs import sharded
 from tests.pool import ROOT, ranks
-from tests.report.made import command
 from tests.report.plans import make_plan
+from tests.report.small_results import command
 from tests.screen import screen
 from tests.test_terminal import environment, on_a_terminal
 

@@ -28,7 +28,7 @@ from fullshard.quant.sharded_groups import Scheme
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.quant.programs import rounded
-from tests.report.made import LORA, add_adapter, base_of_run, chat_model, command, greedy, run
+from tests.report.small_results import LORA, add_adapter, base_of_run, chat_model, command, greedy, run
 
 LIMIT = 12
 

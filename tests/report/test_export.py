@@ -20,7 +20,7 @@ from fullshard.weights.load import load_pretrained
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.pool import ranks
 from tests.quant.programs import rounded
-from tests.report.made import LORA, add_adapter, base_of_run, chat_model, command, run
+from tests.report.small_results import LORA, add_adapter, base_of_run, chat_model, command, run
 
 
 def exported(*words: str) -> dict[str, Any]:

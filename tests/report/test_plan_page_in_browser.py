@@ -12,8 +12,8 @@ from fullshard.report.plan_svg import plan_svg
 from fullshard.report.plan_view import view_plan
 from fullshard.report.step_memory import StepMemory
 from tests import page_checks
-from tests.report.made_run import HOSTILE
 from tests.report.plans import make_plan
+from tests.report.synthetic_runs import HOSTILE
 from tests.report.test_report_in_browser import PHONE, WIDE, faults, opened, texts
 
 

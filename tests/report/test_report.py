@@ -24,7 +24,14 @@ from fullshard.report.compare import (
 from fullshard.report.run_charts import labels
 from fullshard.report.run_record import read_run
 from tests.pool import ROOT
-from tests.report.made_run import CLOSING, hostile_run, made_metrics, made_run, training_record, write_lines
+from tests.report.synthetic_runs import (
+    CLOSING,
+    hostile_run,
+    synthetic_metrics,
+    synthetic_run,
+    training_record,
+    write_lines,
+)
 
 
 def printed(capsys, *words):
@@ -33,7 +40,7 @@ def printed(capsys, *words):
 
 
 def test_a_report_is_made_again_from_the_files(tmp_path, capsys):
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     (run / "report.html").write_text("an old one")
     assert printed(capsys, run) == str(run / "report.html")
     first = (run / "report.html").read_text()
@@ -46,7 +53,7 @@ def test_a_report_is_made_again_from_the_files(tmp_path, capsys):
 
 
 def test_the_command_needs_no_torch(tmp_path):
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     script = (
         "import sys; from fullshard import cli\n"
         f"cli.app(['report', {str(run)!r}, '--json'], standalone_mode=False)\n"
@@ -59,10 +66,10 @@ def test_the_command_needs_no_torch(tmp_path):
 
 
 def test_json_has_the_numbers_of_the_metrics(tmp_path, capsys):
-    run, other = made_run(tmp_path / "a"), made_run(tmp_path / "b", learning_rate=5e-4)
+    run, other = synthetic_run(tmp_path / "a"), synthetic_run(tmp_path / "b", learning_rate=5e-4)
     facts = json.loads(printed(capsys, run, other, "--out", tmp_path / "c.html", "--json"))
     assert facts["report"] == str(tmp_path / "c.html") and (tmp_path / "c.html").exists()
-    lines = made_metrics()
+    lines = synthetic_metrics()
     wanted = {
         "steps": 100, "total_steps": 100, "tokens": 30000, "loss": training_record(100)["loss"], "train_loss": 0.5,
         "eval_loss": lines[-2]["eval_loss"], "best_eval_loss": min(x["eval_loss"] for x in lines if "eval_loss" in x),
@@ -86,7 +93,7 @@ def refused(names, **options):
 
 
 def test_what_is_no_run_is_refused_in_one_line(tmp_path):
-    run = made_run(tmp_path / "runs" / "a")
+    run = synthetic_run(tmp_path / "runs" / "a")
     assert f"{tmp_path / 'gone'} does not exist" in refused([tmp_path / "gone"])
     assert f"is a file; expected the output_dir of a run, such as {run}" in refused([run / "metrics.jsonl"])
     (tmp_path / "notes.txt").write_text("text")
@@ -115,14 +122,14 @@ def test_flags_that_do_not_fit_are_refused(options, said):
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     assert "No such file or directory" in refused([run], out=str(tmp_path / "gone" / "a.html"))
     (tmp_path / "folder.html").mkdir()
     assert "is a folder" in refused([run], out=str(tmp_path / "folder.html"))
 
 
 def test_a_report_says_what_is_missing(tmp_path, capsys):
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     for file in ("metrics.jsonl", "samples.jsonl"):
         (run / file).unlink()
     cli.app(["report", str(run)], standalone_mode=False)
@@ -132,12 +139,12 @@ def test_a_report_says_what_is_missing(tmp_path, capsys):
 
 
 def test_damaged_files_are_left_out_and_named(tmp_path):
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     (run / "settings.json").write_text('{"settings": {')
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text("not json\n[1]\n\x00\xff\n" + text + '{"step": 105, "lo')
     record = read_run(run)
-    assert len(record.metrics) == len(made_metrics())
+    assert len(record.metrics) == len(synthetic_metrics())
     assert record.missing == (
         "settings.json cannot be read.", "3 lines of metrics.jsonl cannot be read and are left out."
     )  # fmt: skip
@@ -146,7 +153,7 @@ def test_damaged_files_are_left_out_and_named(tmp_path):
 
 
 def test_the_same_run_twice_is_one_run(tmp_path, capsys, monkeypatch):
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     monkeypatch.chdir(run)
     assert printed(capsys, run, ".", f"{run}/") == str(run / "report.html")
 
@@ -155,29 +162,33 @@ def test_the_same_run_twice_is_one_run(tmp_path, capsys, monkeypatch):
 
 
 def test_runs_with_the_same_name_are_told_apart(tmp_path):
-    folders = [made_run(tmp_path / path) for path in ("x/lora", "y/lora", "y/full", "x/z/lora", "y/z/lora")]
+    folders = [synthetic_run(tmp_path / path) for path in ("x/lora", "y/lora", "y/full", "x/z/lora", "y/z/lora")]
     names = labels([read_run(folder) for folder in folders])
     assert names == ["x/lora", "y/lora", "full", "x/z/lora", "y/z/lora"]
     assert labels([read_run(folders[0])]) == ["lora"]
 
 
 def test_curves_of_several_runs_are_in_one_chart(tmp_path):
-    short = made_run(tmp_path / "short", [training_record(step) for step in (10, 20)])
-    long = made_run(tmp_path / "long")
+    short = synthetic_run(tmp_path / "short", [training_record(step) for step in (10, 20)])
+    long = synthetic_run(tmp_path / "long")
     runs = [read_run(short), read_run(long)]
     charts = {chart.id: chart for chart in comparison(runs).charts}
     loss = charts["loss"]
     assert loss.names == ("short", "long", "long, evaluation")
     drawn = list(zip(*(loss.columns[key] for key in ("s", "x", "y")), strict=True))
     assert [(x, y) for s, x, y in drawn if s == 0] == [(x, training_record(x)["loss"]) for x in (10, 20)]
-    assert [(x, y) for s, x, y in drawn if s == 1] == [(r["step"], r["loss"]) for r in made_metrics() if "loss" in r]
+    assert [(x, y) for s, x, y in drawn if s == 1] == [
+        (r["step"], r["loss"]) for r in synthetic_metrics() if "loss" in r
+    ]
     tokens = charts["loss-tokens"]
     assert [x for s, x in zip(tokens.columns["s"], tokens.columns["x"], strict=True) if s == 0] == [3000, 6000]
 
 
 def test_training_time_is_that_of_tokens_at_their_speed(tmp_path):
     lines = [{"step": s, "loss": 1.0, "num_tokens": 100 * s, "tokens_per_second": v} for s, v in ((1, 50), (3, 100))]
-    run = read_run(made_run(tmp_path / "run", [{"step": 0, "eval_loss": 2.0}, *lines, {"step": 2, "eval_loss": 1.5}]))
+    run = read_run(
+        synthetic_run(tmp_path / "run", [{"step": 0, "eval_loss": 2.0}, *lines, {"step": 2, "eval_loss": 1.5}])
+    )
     assert run.training_seconds == [(0, 0), (1, 2), (3, 4)]
     (_, time) = loss_by([run, run])
     assert time.columns["x"] == [2, 4, 0, 3] * 2 and time.header[0] == "seconds"
@@ -185,7 +196,7 @@ def test_training_time_is_that_of_tokens_at_their_speed(tmp_path):
 
 
 def test_settings_that_differ(tmp_path):
-    runs = [read_run(made_run(tmp_path / name, **values)) for name, values in {
+    runs = [read_run(synthetic_run(tmp_path / name, **values)) for name, values in {
         "a": {"learning_rate": 1e-3, "lora_r": 8, "packing": False},
         "b": {"learning_rate": 1e-4, "lora_r": 8, "packing": False, "new": 1},
         "c": {"learning_rate": 1e-3, "lora_r": 8, "packing": True, "new": 1},
@@ -200,12 +211,12 @@ def test_settings_that_differ(tmp_path):
 
 
 def test_runs_that_lack_files_can_be_compared(tmp_path):
-    bare = made_run(tmp_path / "bare")
+    bare = synthetic_run(tmp_path / "bare")
     for file in ("metrics.jsonl", "samples.jsonl"):
         (bare / file).unlink()
-    lost = made_run(tmp_path / "lost")
+    lost = synthetic_run(tmp_path / "lost")
     (lost / "settings.json").unlink()
-    shown = comparison([read_run(folder) for folder in (bare, lost, made_run(tmp_path / "whole"))])
+    shown = comparison([read_run(folder) for folder in (bare, lost, synthetic_run(tmp_path / "whole"))])
     text = "".join(shown.sections.values())
     assert "bare: metrics.jsonl is not there." in text and "lost: settings.json is not there." in text
     assert "Only known for bare, whole." in text
@@ -237,7 +248,7 @@ def test_hostile_names_are_text(tmp_path):
     ],
 )
 def test_whether_a_run_has_finished(tmp_path, lines, events, finished):
-    folder = made_run(tmp_path / "run", lines)
+    folder = synthetic_run(tmp_path / "run", lines)
     if events:
         write_lines(folder / "events.jsonl", [{"step": 1, "kind": kind, "time": 1.0} for kind in events])
     assert read_run(folder).has_finished is finished

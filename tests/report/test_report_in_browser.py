@@ -12,7 +12,14 @@ from fullshard.report.page import whole_page
 from fullshard.report.run_record import read_run
 from fullshard.report.serve import LivePage, LoopbackServer
 from tests import page_checks
-from tests.report.made_run import HOSTILE, full_run, hostile_run, made_metrics, made_run, training_record
+from tests.report.synthetic_runs import (
+    HOSTILE,
+    full_run,
+    hostile_run,
+    synthetic_metrics,
+    synthetic_run,
+    training_record,
+)
 
 WIDE, PHONE = (1280, 900), (360, 740)
 CURVES = ("loss", "learning-rate", "grad-norm", "accuracy", "speed", "memory")
@@ -24,7 +31,7 @@ OF_ONE_RUN = {*CURVES, "memory-step", "memory-parts", "communication-units", "le
 def pages(tmp_path_factory):
     """Files: the report of a run, a comparison of two, and the report of a hostile run."""
     place = tmp_path_factory.mktemp("pages")
-    runs = [read_run(full_run(place / "first")), read_run(made_run(place / "second", learning_rate=5e-4))]
+    runs = [read_run(full_run(place / "first")), read_run(synthetic_run(place / "second", learning_rate=5e-4))]
     written = {
         "report": render(runs[0]),
         "comparison": whole_page(comparison(runs)),
@@ -244,7 +251,7 @@ def test_curves_can_be_seen_on_a_log_axis(browser, pages, size):
 
 
 def test_a_curve_that_is_not_positive_stays_linear(browser, tmp_path):
-    run = made_run(tmp_path / "run", [{"step": n, "loss": n - 3.0, "grad_norm": n} for n in range(1, 9)])
+    run = synthetic_run(tmp_path / "run", [{"step": n, "loss": n - 3.0, "grad_norm": n} for n in range(1, 9)])
     (tmp_path / "report.html").write_text(render(read_run(run)))
     with browser.page() as page:
         opened(page, tmp_path / "report.html")
@@ -262,7 +269,7 @@ def test_the_metrics_can_be_saved(browser, pages):
         names, *rows = page.wait("window.saved").splitlines()
         lines = [dict(zip(names.split(","), row.split(","), strict=True)) for row in rows]
         assert [float(line["loss"]) for line in lines if line["loss"]] == [
-            record["loss"] for record in made_metrics() if "loss" in record
+            record["loss"] for record in synthetic_metrics() if "loss" in record
         ]
         assert not page.problems
 
@@ -301,7 +308,7 @@ def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch, impatient):
     running = {"is": "process 1"}
     for module in ("serve", "compare"):
         monkeypatch.setattr(f"fullshard.report.{module}.lock_owner", lambda folder: running["is"])
-    run = made_run(tmp_path / "run", [training_record(step) for step in (5, 10, 15)])
+    run = synthetic_run(tmp_path / "run", [training_record(step) for step in (5, 10, 15)])
     live = LivePage([run])
     with browser.page(1280, 500) as page, LoopbackServer({"/": live.whole, "/update": live.update}, 0) as server:
         opened(page, server.url)
@@ -339,7 +346,7 @@ def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch, impatient):
 
 
 def test_the_live_page_says_that_nobody_answers(browser, tmp_path, impatient):
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     live = LivePage([run])
     with browser.page() as page, LoopbackServer({"/": live.whole, "/update": live.update}, 0) as server:
         opened(page, server.url)
@@ -351,7 +358,7 @@ def test_the_live_page_says_that_nobody_answers(browser, tmp_path, impatient):
 
 
 def test_the_live_page_says_that_it_belongs_to_an_earlier_server(browser, tmp_path, impatient):
-    live = LivePage([made_run(tmp_path / "run")])
+    live = LivePage([synthetic_run(tmp_path / "run")])
     paths = {"/": live.whole, "/update": live.update}
     with browser.page() as page:
         with LoopbackServer(paths, 0) as server:

@@ -23,7 +23,7 @@ from fullshard.report.records import LONG, RECENT
 from fullshard.report.run_charts import communication_chart, memory_charts, metric_charts, traffic_rows
 from fullshard.report.run_record import RunReader, read_run
 from fullshard.report.run_summary import seconds, status, summary_of, title_of
-from tests.report.made_run import HOSTILE, full_run, hostile_run, made_metrics, made_run, write_lines
+from tests.report.synthetic_runs import HOSTILE, full_run, hostile_run, synthetic_metrics, synthetic_run, write_lines
 
 FILES = ("settings.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "data.json", "step.json", "plan.json")
 
@@ -111,7 +111,7 @@ def test_the_summary_comes_first(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_title_says_what_was_trained(tmp_path: Path, about: dict[str, Any], title: str) -> None:
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     (run / "settings.json").write_text(json.dumps({"settings": {}, **about}))
     assert title_of(read_run(run)) == title == contents(read_run(run)).title
 
@@ -126,12 +126,12 @@ def test_columns_without_values_are_left_out() -> None:
 def test_tables_of_values_have_the_evaluations(tmp_path: Path) -> None:
     """They are few, and fall between evenly spread steps."""
     lines = [{"step": n, "loss": 1 / n} for n in range(1, 5000)] + [{"step": n, "eval_loss": 2.0} for n in (1234, 3456)]
-    (chart,) = metric_charts([read_run(made_run(tmp_path / "run", sorted(lines, key=lambda one: one["step"])))])
+    (chart,) = metric_charts([read_run(synthetic_run(tmp_path / "run", sorted(lines, key=lambda one: one["step"])))])
     assert [row[0] for row in chart.rows if row[2] == 2.0] == [1234, 3456] and len(chart.rows) <= LISTED
 
 
 def test_time_before_a_resumed_run_counts_and_time_between_does_not(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     kinds = [("start", 0, 0), ("failed", 30, 10), ("resume", 1000, 10), ("end", 1045, 100)]
     write_lines(run / "events.jsonl", [{"time": t, "step": s, "kind": k, "text": "no"} for k, t, s in kinds])
     record = read_run(run)
@@ -187,7 +187,7 @@ def test_names_are_never_part_of_a_specification(tmp_path: Path) -> None:
 
 
 def test_lone_surrogates_can_be_written(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", run_name="a\ud800b")
+    run = synthetic_run(tmp_path / "run", run_name="a\ud800b")
     write_lines(run / "samples.jsonl", [{"step": 0, "prompt": "\udfff?", "answer": "\ud83d", "reference": None}])
     write_report(run, run / "report.html")
     assert "\ufffd?" in (run / "report.html").read_text()
@@ -220,7 +220,7 @@ def long_metrics(count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("count", [10_000, 60_000])
 def test_more_points_than_are_drawn(tmp_path: Path, count: int) -> None:
     lines = long_metrics(count)
-    record = read_run(made_run(tmp_path / "run", lines))
+    record = read_run(synthetic_run(tmp_path / "run", lines))
     chart = next(one for one in metric_charts([record]) if one.id == "loss")
     points = list(zip(chart.columns["x"], chart.columns["y"], strict=True))
     assert len(points) <= DRAWN and set(points) <= {(line["step"], line["loss"]) for line in lines}
@@ -249,7 +249,7 @@ def test_a_long_file_is_thinned_and_its_totals_are_those_of_all_lines(tmp_path: 
         line["loss"] = 20.0
     lines += [{"step": 100, "eval_loss": 7.0}, {"step": 30_000, "eval_loss": 1.5}]
     lines.sort(key=lambda one: one["step"])
-    record = read_run(made_run(tmp_path / "run", lines))
+    record = read_run(synthetic_run(tmp_path / "run", lines))
     assert len(record.metrics) < LONG and record.line_count == len(lines)
     assert record.value_counts["loss"] == 3 * LONG and record.gap_counts == {"loss": 1}
     assert record.series("eval_loss") == [(100, 7.0), (30_000, 1.5)], "few values of a name are all kept"
@@ -266,13 +266,13 @@ def test_a_long_file_is_thinned_and_its_totals_are_those_of_all_lines(tmp_path: 
 def test_odd_steps_can_be_thinned(tmp_path: Path, steps: str) -> None:
     place = {"backwards": lambda n: -n, "equal": lambda n: 5, "far": lambda n: 2**53 * (n % 2)}[steps]
     lines = [{"step": place(n), "loss": float(n % 100)} for n in range(LONG + 10)]
-    record = read_run(made_run(tmp_path / "run", lines))
+    record = read_run(synthetic_run(tmp_path / "run", lines))
     assert {0.0, 99.0} <= {value for _, value in record.series("loss")}
     assert render(record)
 
 
 def test_reading_again_reads_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = made_run(tmp_path / "run", long_metrics(LONG + 5))
+    folder = synthetic_run(tmp_path / "run", long_metrics(LONG + 5))
     reader, parsed = RunReader(folder), []
     assert reader.read().line_count == LONG + 5
     loads = json.loads
@@ -297,14 +297,14 @@ def test_reading_again_reads_what_was_added(tmp_path: Path, monkeypatch: pytest.
 def test_smoothing_begins_with_medians_where_points_are_left_out(tmp_path: Path) -> None:
     """Of noise the lowest and the highest values are drawn, whose mean is not what is between them."""
     lines = [{"step": n, "loss": 100.0 if n % 50 == 0 else 1.0} for n in range(5 * DRAWN)]
-    (chart,) = metric_charts([read_run(made_run(tmp_path / "run", lines))])
+    (chart,) = metric_charts([read_run(synthetic_run(tmp_path / "run", lines))])
     assert 100.0 in chart.columns["y"] and set(chart.columns["a"]) == {1.0}
-    (short,) = metric_charts([read_run(made_run(tmp_path / "short", lines[:DRAWN]))])
+    (short,) = metric_charts([read_run(synthetic_run(tmp_path / "short", lines[:DRAWN]))])
     assert "a" not in short.columns
 
 
 def test_many_events_answers_and_checkpoints_are_not_all_in_the_page(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     events = [{"time": 1.7e9 + n, "step": n, "kind": "checkpoint", "text": ""} for n in range(1, 5001)]
     events += [{"time": 1.8e9 + n, "step": 5001, "kind": "warning", "text": f"warning {n}."} for n in range(2000)]
     write_lines(run / "events.jsonl", events)
@@ -322,7 +322,7 @@ def test_many_events_answers_and_checkpoints_are_not_all_in_the_page(tmp_path: P
 
 @pytest.mark.parametrize("loss", [2.5, None])
 def test_a_single_line(tmp_path: Path, loss: float | None) -> None:
-    record = read_run(made_run(tmp_path / "run", [{"step": 3, "loss": loss, "grad_norm": 1.0}]))
+    record = read_run(synthetic_run(tmp_path / "run", [{"step": 3, "loss": loss, "grad_norm": 1.0}]))
     charts = {chart.id: chart for chart in metric_charts([record])}
     assert ("loss" in charts) == (loss is not None), "a chart of nothing is left out"
     assert charts["grad-norm"].columns["d"] == [1], "a line alone would not show a single point"
@@ -330,7 +330,7 @@ def test_a_single_line(tmp_path: Path, loss: float | None) -> None:
 
 
 def test_nan_and_infinity_are_gaps(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text(
         '{"step": 1, "loss": NaN}\n{"step": 2, "loss": Infinity}\n{"step": 3, "loss": 1.5}\n'
     )
@@ -340,11 +340,11 @@ def test_nan_and_infinity_are_gaps(tmp_path: Path) -> None:
 
 
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run")
+    run = synthetic_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 105, "lo')
     record = read_run(run)
-    assert len(record.metrics) == len(made_metrics()) and not record.missing
+    assert len(record.metrics) == len(synthetic_metrics()) and not record.missing
     (run / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 2.0}\n{"broken\n[1]\n{"loss": 1}\n{"step": 2, "loss": 1.0}\n'
     )
@@ -460,7 +460,7 @@ def test_the_page_without_the_library_has_the_tables(tmp_path: Path, monkeypatch
 
 
 def test_a_report_is_small_enough_to_send(tmp_path: Path) -> None:
-    assert len(render(read_run(made_run(tmp_path / "run", made_metrics(2000, 1))))) < 2_000_000
+    assert len(render(read_run(synthetic_run(tmp_path / "run", synthetic_metrics(2000, 1))))) < 2_000_000
 
 
 def test_vega_lite_accepts_every_chart(tmp_path: Path) -> None:

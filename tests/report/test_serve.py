@@ -17,7 +17,7 @@ from fullshard.report import serve as serving
 from fullshard.report.run_record import RunReader
 from fullshard.report.serve import LivePage, LoopbackServer, RunWatch, over
 from tests.pool import ROOT
-from tests.report.made_run import CLOSING, evaluation_record, made_run, training_record, write_lines
+from tests.report.synthetic_runs import CLOSING, evaluation_record, synthetic_run, training_record, write_lines
 
 HOLD = (
     "import sys, pathlib; from fullshard.sft.output_dir import FolderLock\n"
@@ -40,7 +40,7 @@ def held(folder):
 
 
 def started(folder, steps=20):
-    return made_run(folder, [evaluation_record(0), *(training_record(step) for step in range(5, steps + 1, 5))])
+    return synthetic_run(folder, [evaluation_record(0), *(training_record(step) for step in range(5, steps + 1, 5))])
 
 
 def append(folder, record):
@@ -49,7 +49,7 @@ def append(folder, record):
 
 
 def test_a_run_that_was_over_is_served_until_ctrl_c(tmp_path):
-    watch = RunWatch(made_run(tmp_path / "run"))
+    watch = RunWatch(synthetic_run(tmp_path / "run"))
     assert not over([watch]) and not over([watch])
     (watch.folder / "report.html").write_text("made again meanwhile")
     assert not over([watch])
@@ -57,7 +57,7 @@ def test_a_run_that_was_over_is_served_until_ctrl_c(tmp_path):
 
 def test_it_ends_when_the_run_has_finished(tmp_path):
     folder = started(tmp_path / "run")
-    watches = [RunWatch(folder), RunWatch(made_run(tmp_path / "other"))]
+    watches = [RunWatch(folder), RunWatch(synthetic_run(tmp_path / "other"))]
     with held(folder):
         assert not over(watches)
         append(folder, {"step": 20, **CLOSING})
@@ -142,7 +142,7 @@ def test_the_page_follows_the_files(tmp_path, monkeypatch):
 
 
 def test_several_runs_are_compared_live(tmp_path):
-    folders = [started(tmp_path / "a"), made_run(tmp_path / "b")]
+    folders = [started(tmp_path / "a"), synthetic_run(tmp_path / "b")]
     page = LivePage(folders)
     assert "0 of 2 runs are going on." in page.update().text
     with held(folders[0]):
@@ -178,7 +178,7 @@ def serve_process(*words):
 
 
 def test_the_command_serves_and_ctrl_c_ends_it_with_one_line(tmp_path):
-    folder = made_run(tmp_path / "run")
+    folder = synthetic_run(tmp_path / "run")
     with serve_process(folder) as process:
         line = process.stdout.readline()
         url = line.split()[0]
@@ -205,7 +205,7 @@ def test_the_command_ends_with_the_run(tmp_path):
 
 
 def test_the_usual_port_may_be_taken(tmp_path, monkeypatch):
-    page = LivePage([made_run(tmp_path / "run")])
+    page = LivePage([synthetic_run(tmp_path / "run")])
     with LoopbackServer({}, 0) as taken:
         monkeypatch.setattr(serving, "PORT", taken.port)
         with serving._open(page, None) as server:

@@ -27,7 +27,7 @@ from fullshard.sft import assemble
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
-from tests.report.made import command
+from tests.report.small_results import command
 from tests.sft.runs import global_batch, losses, plain_losses, settings
 from tests.sft.test_adapter_kinds import logits_of, values_of
 from tests.sft.test_qlora import FOUR_BITS

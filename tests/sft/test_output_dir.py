@@ -32,7 +32,7 @@ from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pairwise import crossed
 from tests.pool import ranks
-from tests.report.made import command
+from tests.report.small_results import command
 from tests.sft.runs import settings, train
 from tests.sft.tiny import make_folder, make_model
 

@@ -19,8 +19,8 @@ from fullshard.report import html_report
 from fullshard.report.reporter import MOST, EventLog
 from fullshard.report.run_record import RunRecord, read_run
 from fullshard.report.run_summary import status
+from fullshard.report.step_record import StepRecord
 from fullshard.sft.run_folder import histogram
-from fullshard.sft.step_record import StepRecord
 from tests.data.tiny import text_rows
 from tests.pool import ranks
 from tests.sft.runs import settings, train

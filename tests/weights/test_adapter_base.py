@@ -21,7 +21,7 @@ from fullshard.weights.merge_adapter import merge_adapter
 from fullshard.weights.source_files import fingerprint_of
 from tests.data.tiny import text_rows
 from tests.pool import ranks
-from tests.report.made import LORA, add_adapter, chat_model, command
+from tests.report.small_results import LORA, add_adapter, chat_model, command
 from tests.sft.runs import settings
 
 

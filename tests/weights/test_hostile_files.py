@@ -16,7 +16,7 @@ from fullshard.weights.load import load_pretrained
 from fullshard.weights.locate import has_weights, open_source
 from fullshard.weights.model_dir_writer import copy_files
 from tests.pool import ranks
-from tests.report.made import command
+from tests.report.small_results import command
 from tests.weights.models import save
 
 SECRET = "model-secret.safetensors"

@@ -52,8 +52,8 @@ _logs: dict[tuple[str, str], watch.OperationLog] = {}
 
 def _log_of(what: str, group: dist.ProcessGroup) -> watch.OperationLog:
     """The log of one kind of collective; a group may have thousands of ranks, which are listed once."""
-    known = _logs.get((what, group.group_name))
-    if known is None or known.group is not group or not watch.is_known(known):
-        known = watch.watch_for(what, tuple(dist.get_process_group_ranks(group)), group)
-        _logs[what, group.group_name] = known
-    return known
+    log = _logs.get((what, group.group_name))
+    if log is None or log.group is not group or not watch.is_known(log):
+        log = watch.watch_for(what, tuple(dist.get_process_group_ranks(group)), group)
+        _logs[what, group.group_name] = log
+    return log

@@ -90,10 +90,10 @@ def find_failure(
             members.setdefault(key, []).append(rank)
         for wait in status.waits:
             waiting.setdefault((wait.key, wait.number), []).append((rank, wait))
-    gone = [peer for peer in liveness.values() if _is_gone(peer, connection_broke)]
+    lost_peers = [peer for peer in liveness.values() if _is_gone(peer, connection_broke)]
     for (key, number), waiters in waiting.items():
         rank, wait = waiters[0]
-        for peer in gone:
+        for peer in lost_peers:
             if peer.state != "exited" or not wait.external and _is_missed(peer, key, number, statuses):
                 return Failure(f"rank {rank} waits in {wait.what}, but {peer}", rank_lost=True, at=wait.what)
         for other in members.get(key, ()):

@@ -130,13 +130,13 @@ class Investigation:
     def name_cause(self, broken: rank_state.BrokenConnection, now: float) -> None:
         """Find the rank that is gone after a connection broke. It may be on another node and only become silent."""
         messages, ranks = self.messages, broken.ranks
-        known = [messages.liveness[rank] for rank in ranks if rank in messages.liveness]
-        gone = [peer for peer in known if peer.state not in ("back", "busy")]
-        if all(peer.state == "exited" for peer in gone) and len(ranks) <= CHECKED_DIRECTLY:
-            gone += self._check_directly(ranks, broken.timed_out)
+        peers = [messages.liveness[rank] for rank in ranks if rank in messages.liveness]
+        lost = [peer for peer in peers if peer.state not in ("back", "busy")]
+        if all(peer.state == "exited" for peer in lost) and len(ranks) <= CHECKED_DIRECTLY:
+            lost += self._check_directly(ranks, broken.timed_out)
         cannot = f"rank {messages.rank} cannot continue in {broken.what}"
-        if gone:
-            worst = min(gone, key=lambda peer: ("dead", "lost", "silent", "stopped", "exited").index(peer.state))
+        if lost:
+            worst = min(lost, key=lambda peer: ("dead", "lost", "silent", "stopped", "exited").index(peer.state))
             if worst.state == "exited" and messages.heard_failure(now):
                 return  # it had a reason, and has published it
             why = f" ({broken.reason})" if broken.timed_out else ""
@@ -159,14 +159,14 @@ class Investigation:
         """Ranks that have exited or whose processes on this node have ended (or are `stopped`), before the ring
         notices."""
         entries = self.messages.store.read([f"{kind}/{rank}" for rank in ranks for kind in ("process", "beat")])
-        gone = []
+        lost = []
         for rank in ranks:
             beat = entries.get(f"beat/{rank}", "")
             process = entries.get(f"process/{rank}")
             position = beat.partition(" ")[2]
             state = state_of(Process.parse(process)) if process else ""
             if beat.startswith("exited"):
-                gone.append(Liveness(rank, "exited", position))
+                lost.append(Liveness(rank, "exited", position))
             elif process and (state == "dead" or stopped and state == "stopped"):
-                gone.append(Liveness(rank, state, position, str(Process.parse(process))))
-        return gone
+                lost.append(Liveness(rank, state, position, str(Process.parse(process))))
+        return lost

@@ -161,10 +161,10 @@ changed = threading.Condition()
 def log_of(purpose: str, ranks: tuple[int, ...], group: Any) -> OperationLog:
     """The operation log of a communicator. Models that share the communicator share it."""
     new = OperationLog(purpose, ranks, group)
-    known = current.logs.get(new.key)
-    if known is None or known.group is not group:
-        known = current.logs[new.key] = new
-    return known
+    log = current.logs.get(new.key)
+    if log is None or log.group is not group:
+        log = current.logs[new.key] = new
+    return log
 
 
 def is_known(log: OperationLog) -> bool:

@@ -35,7 +35,7 @@ def evaluation_record(step: int) -> dict[str, Any]:
 CLOSING = {"train_runtime": 27.5, "train_loss": 0.5, "train_steps_per_second": 3.6}
 
 
-def made_metrics(steps: int = 100, every: int = 5) -> list[dict[str, Any]]:
+def synthetic_metrics(steps: int = 100, every: int = 5) -> list[dict[str, Any]]:
     """The lines of a run that has finished."""
     lines = [evaluation_record(0)]
     for step in range(every, steps + 1, every):
@@ -43,8 +43,8 @@ def made_metrics(steps: int = 100, every: int = 5) -> list[dict[str, Any]]:
     return [*lines, {"step": steps, **CLOSING}]
 
 
-def made_run(folder: Path, metrics: list[dict[str, Any]] | None = None, **settings: Any) -> Path:
-    """A folder with the settings, metrics and samples of a run. Without `metrics` it has those of `made_metrics`."""
+def synthetic_run(folder: Path, metrics: list[dict[str, Any]] | None = None, **settings: Any) -> Path:
+    """A folder with the settings, metrics and samples of a run. The default metrics are `synthetic_metrics`."""
     folder.mkdir(parents=True)
     given = {
         "model_name_or_path": "model",
@@ -55,7 +55,7 @@ def made_run(folder: Path, metrics: list[dict[str, Any]] | None = None, **settin
     }
     about = {"settings": given, "ranks": 1, "versions": {"torch": "2.13.0", "fullshard": "0.1.0"}}
     (folder / "settings.json").write_text(json.dumps(about))
-    write_lines(folder / "metrics.jsonl", made_metrics() if metrics is None else metrics)
+    write_lines(folder / "metrics.jsonl", synthetic_metrics() if metrics is None else metrics)
     write_lines(folder / "samples.jsonl", [
         {"step": step, "prompt": prompt, "answer": answer, "reference": "Paris"}
         for prompt in ("Which city?", "Where?") for step, answer in ((0, "The the"), (100, "Paris"))
@@ -69,9 +69,9 @@ def write_lines(file: Path, records: list[dict[str, Any]]) -> None:
 
 def hostile_run(folder: Path) -> Path:
     """A run whose name, settings, metrics, data and samples are `HOSTILE`."""
-    lines = [{**line, **{text: float(i) for i, text in enumerate(HOSTILE)}} for line in made_metrics()]
+    lines = [{**line, **{text: float(i) for i, text in enumerate(HOSTILE)}} for line in synthetic_metrics()]
     lines += [{"step": 100, f"eval_{text}_loss": 1.0} for text in HOSTILE]
-    made_run(folder, lines, **{text: text for text in HOSTILE}, model_name_or_path=HOSTILE[0], run_name=HOSTILE[1])
+    synthetic_run(folder, lines, **{text: text for text in HOSTILE}, model_name_or_path=HOSTILE[0], run_name=HOSTILE[1])
     about = json.loads((folder / "settings.json").read_text())
     about |= {"name": HOSTILE[1], "base": HOSTILE[0], "data": HOSTILE[2], "method": HOSTILE[3], "hardware": HOSTILE[5]}
     about |= {"versions": {HOSTILE[0]: HOSTILE[1]}, "notes": list(HOSTILE), "changed": about["settings"]}
@@ -84,7 +84,7 @@ def hostile_run(folder: Path) -> Path:
 
 def full_run(folder: Path) -> Path:
     """A run with every file that one writes: events, data statistics, one measured step."""
-    made_run(folder)
+    synthetic_run(folder)
     about = json.loads((folder / "settings.json").read_text())
     about |= {
         "name": "first",

@@ -22,7 +22,6 @@ from fullshard.distributed import engines, runtime
 from fullshard.fsdp.gradients import unreduced_gradient
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.report.records import STEP_FILE
-from fullshard.sft.training_state import TrainingState
 from fullshard.spmd.tensor import is_sharded
 
 MEASURED = 4
@@ -37,8 +36,10 @@ PARTS = ("shards", "gathered", "gradients", "optimizer", "other")
 class StepRecord:
     """Measures one step of this rank. A callback of the run, on the first rank only."""
 
-    def __init__(self, folder: Path, state: TrainingState) -> None:
-        self.folder, self.state, self.engine = folder, state, state.model._fullshard_engine
+    def __init__(self, folder: Path, model: Any, optimizer: Any, is_settled: Callable[[], bool]) -> None:
+        self.folder, self.optimizer, self.is_settled = folder, optimizer, is_settled
+        """`is_settled`: whether what layers keep for backward no longer changes."""
+        self.engine = model._fullshard_engine
         self.device = runtime.device()
         self.counts_all = accelerator.is_accelerator(self.device)
         """Whether torch counts what it allocates."""
@@ -59,7 +60,7 @@ class StepRecord:
     def on_step_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
         """Begin to measure, if it is time."""
         self._steps += 1
-        usual = self._steps >= MEASURED and self.state.activations.is_settled
+        usual = self._steps >= MEASURED and self.is_settled()
         if not self._done and (usual or state.global_step + 1 == self._last):
             self._done = True
             self._try(self._begin)
@@ -123,8 +124,8 @@ class StepRecord:
         sizes["gathered"] = self.engine.context.meter.live
         sizes["gradients"] = self._bytes(self._gradients())
         if self.counts_all:
-            known = sum(size for name, size in sizes.items() if name != "other")
-            sizes["other"] = max(0, accelerator.allocated_memory(self.device) - known)
+            counted = sum(size for name, size in sizes.items() if name != "other")
+            sizes["other"] = max(0, accelerator.allocated_memory(self.device) - counted)
         for name, value in {"moment": moment, "unit": unit, "operation": operation, **sizes}.items():
             self._timeline[name].append(value)
 
@@ -141,7 +142,7 @@ class StepRecord:
             yield from (grad for grad in (*own, *leaves) if grad is not None)
 
     def _optimizer_tensors(self) -> Iterable[torch.Tensor]:
-        states = getattr(self.state.optimizer, "state", {}).values()
+        states = getattr(self.optimizer, "state", {}).values()
         yield from (t for one in states if isinstance(one, dict) for t in one.values() if torch.is_tensor(t))
 
     def _write(self, step: int) -> None:
@@ -178,8 +179,8 @@ class CompileWatch:
             )
 
 
-def step_watchers(folder: Path, state: TrainingState) -> list[Any]:
-    """The callbacks of a run that watch its steps, on this rank."""
+def step_watchers(folder: Path, model: Any, optimizer: Any, is_settled: Callable[[], bool]) -> list[Any]:
+    """The callbacks of a run that watch its steps, on this rank; the arguments are those of `StepRecord`."""
     if engines.current().compiles_steps:
         return [CompileWatch()]
-    return [StepRecord(folder, state)] if runtime.is_main() else []
+    return [StepRecord(folder, model, optimizer, is_settled)] if runtime.is_main() else []

@@ -12,8 +12,7 @@ from rich.console import Console
 from fullshard.data.chat_template import prepare_tokenizer
 from fullshard.data.loader import load_table
 from fullshard.data.sources import row_source
-from fullshard.launch import sft_command
-from fullshard.sft import preview
+from fullshard.launch import preview, sft_command
 from fullshard.sft.batches import text_settings
 from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import chat_rows, make_tokenizer
