@@ -10,9 +10,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -36,7 +37,8 @@ OURS = "hub_token"
 VARIABLES = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "COMET_API_KEY", "NEPTUNE_API_TOKEN", "CLEARML_API_SECRET_KEY",
     "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
-    "AZURE_STORAGE_ACCOUNT_KEY", "GITHUB_TOKEN", "OPENAI_API_KEY", "SWANLAB_API_KEY", "DVC_STUDIO_TOKEN",
+    "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_CONNECTION_STRING", "GITHUB_TOKEN", "GITHUB_PAT", "PGPASSWORD", "SSHPASS",
+    "SLACK_WEBHOOK_URL", "OPENAI_API_KEY", "SWANLAB_API_KEY", "DVC_STUDIO_TOKEN",
 )  # fmt: skip
 """Variables from which transformers' loggers, the hub and storage take secrets."""
 NO_SECRETS = (
@@ -65,6 +67,25 @@ def test_which_names_hold_secrets() -> None:
         name for one in (*command_options(), *launch_options(), *plan_options()) for name in (*one.names, *one.flags)
     }
     assert {name for name in every if is_secret(name)} == {OURS}
+
+
+@pytest.mark.parametrize(
+    "write", [json.dumps, repr, quote_plus, quote, lambda value: json.dumps([value], ensure_ascii=False)]
+)
+def test_secrets_are_hidden_however_they_are_written(write: Callable[[str], str]) -> None:
+    """In JSON, in Python's quotes, in a URL."""
+    secret = "pä\"s's +wo/rd\\x&y"
+    learn({"hub_token": secret})
+    assert hide(f"a {write(secret)} b") in (f"a {q}<hidden>{q} b" for q in ("", '"', "'")) or "[" in write(secret)
+    assert "wo" not in hide(write(secret)) and "x&y" not in hide(write(secret))
+
+
+def test_secrets_without_a_name_are_recognized() -> None:
+    for text in (
+        "Authorization: Bearer abcdef.123456", "authorization: bearer abcdef.123456", "https://a.b/c?x=1&sig=ab%3Dcdef&y=1",
+        "xoxb-123456789012-abcdefgh", "https://user:abcdef@host/x",
+    ):  # fmt: skip
+        assert "<hidden>" in hide(text) and "abcdef" not in hide(text) and "ab%3Dcdef" not in hide(text)
 
 
 def test_text_is_hidden_by_value() -> None:

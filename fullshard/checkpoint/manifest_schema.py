@@ -133,7 +133,8 @@ def encoded(value: Any, where: str) -> None:
 
 
 BASE = fields(
-    {"path": text(r"[^\0]+"), "fingerprint": text("[0-9a-f]{32}")}, {"checksums": table(text("[0-9a-f]{32}"))}
+    {"path": text(r"[^\0]+"), "fingerprint": text("[0-9a-f]{32}")},
+    {"checksums": table(text("[0-9a-f]{32}")), "config": fields({}, more=True)},
 )
 UNIT = fields({"parameters": items(fields({"trainable": boolean}, more=True))}, more=True)
 CONFIG = fields({}, {"architectures": items(text(r"\w+"))}, more=True)

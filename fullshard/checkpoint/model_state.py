@@ -19,7 +19,14 @@ from fullshard.device.torch_private import local_of
 from fullshard.distributed import runtime
 from fullshard.lora.language_model import left_out_tensors
 from fullshard.spmd.tensor import is_sharded
-from fullshard.weights.source_files import base_of, difference, fingerprint_of, identity_of
+from fullshard.weights.source_files import (
+    base_of,
+    config_differences,
+    difference,
+    identity_of,
+    quick_identity,
+    that_compute,
+)
 from fullshard.weights.wrapped import wrapped
 
 
@@ -96,6 +103,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 def prepare_model(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.Module) -> None:
     """Plan to read the stored values into a model."""
     _check_base(plan, name, entry, model)
+    _compare_config(name, entry, model)
     stored, base = _stored_keys(plan, name, entry), base_of(model)
     omitted, tied, extra = set(entry["left_out"]), entry["tied"], dict(entry["extra"])
     _give_memory(model, stored)
@@ -167,7 +175,7 @@ def _check_base(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.M
     else:
         path = saved["path"]
         try:  # one rank reads all of it
-            identity = identity_of(path) if runtime.is_main() else {"fingerprint": fingerprint_of(path)}
+            identity = identity_of(path) if runtime.is_main() else quick_identity(path)
         except UserError as error:
             plan.problems.append(f"{name}: the base of the checkpoint cannot be checked: {error}")
             return
@@ -180,6 +188,17 @@ def _check_base(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.M
         plan.problems.append(
             f"{name}: the checkpoint was trained from the base {saved['path']}, but the model comes from {path}: the "
             f"files differ ({wrong}). Load the base of the checkpoint"
+        )
+
+
+def _compare_config(name: str, entry: dict[str, Any], model: nn.Module) -> None:
+    """Warn of a configuration that computes something else with the stored values; a script may want that."""
+    saved, own = entry.get("config") or {}, _json(model, "config") or {}
+    if changed := config_differences(that_compute(saved), that_compute(own)):
+        runtime.warn_once(
+            f"configuration of {name}",
+            f"{name} is configured differently than in the checkpoint: {'; '.join(changed[:5])}. If that is a mistake, "
+            "use the config.json of the checkpoint's run",
         )
 
 

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 HIDDEN = "<hidden>"
 SHORTEST = 6
 """Characters of the shortest value that is hidden wherever it appears; a shorter one would be part of other words."""
 _NAME = re.compile(
-    r"(?:^|_)(?:token|secret|passw(?:or)?d|passphrase|credentials?|authorization|"
-    r"(?:api|access|account|auth|encryption|private|secret|signing|storage)_?key|apikey)$"
+    r"(?:^|_)(?:token|secrets?|(?:\w*)passw(?:or)?d|passphrase|sshpass|credentials?|authorization|connection_string|jwt|"
+    r"pat|sas|webhook(?:_url)?|(?:api|access|account|auth|encryption|master|private|secret|signing|storage)_?key|"
+    r"apikey)$"
 )
 _OF_A_TOKENIZER = re.compile(r"(?:^|_)(?:add|bos|cls|concat|end|eos|eot|image|mask|pad|sep|start|stop|unk)_token$")
 _NAMED = re.compile(r"""([A-Za-z][\w-]*)["']?\s*(?:=|:\s)\s*["']?([^\s"',;&{}()\[\]]+)""")
 """`NAME=value`, and `name: value` of YAML and JSON."""
 _KNOWN = re.compile(
     r"(?:(?<=://)|(?<=:/)(?!/))[^\s/@:]*:[^\s/@]+(?=@)|\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{20,}|gh[oprsu]_[A-Za-z0-9]{20,}|"
-    r"github_pat_\w{20,}|glpat-[\w-]{16,})"
+    r"github_pat_\w{20,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,})|(?i:(?<=\bbearer )|(?<=[?&]sig=))[^\s\"'&]{6,}"
 )
-"""Secrets that are recognized without a name: a password in a URL, tokens of well-known hosts."""
+"""Secrets that are recognized without a name: a password or signature in a URL, tokens of well-known hosts."""
 _learned: set[str] = set()
 
 
@@ -66,10 +69,19 @@ def learn_words(words: Sequence[str]) -> None:
 
 
 def hide(text: str) -> str:
-    """The text without secrets."""
-    for value in sorted(_secrets(), key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
+    """The text without secrets, as they are and as JSON, Python and URLs write them."""
+    written = {form for value in _secrets() for form in _forms(value)}
+    for form in sorted(written, key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
     return _KNOWN.sub(HIDDEN, text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _forms(value: str) -> frozenset[str]:
+    written = {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
+    if value.isprintable():  # a lone surrogate, which a URL cannot hold, is not
+        written |= {quote(value), quote(value, safe=""), quote_plus(value)}
+    return frozenset(written)
 
 
 def hide_in(value: Any) -> Any:

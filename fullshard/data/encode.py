@@ -212,8 +212,12 @@ def _refused(call: Callable[[str], Any], texts: Sequence[tuple[str, str]], error
         except BaseException as own:
             if not _is_of_the_tokenizer(own):
                 raise
-            return DataError(f"{where}: the tokenizer cannot encode the text: {one_line(own)}.")
-    return DataError(f"{texts[0][0]} and the rows after it: the tokenizer cannot encode them: {one_line(error)}.")
+            return DataError(
+                f"{where}: the tokenizer cannot encode the text: {one_line(own)}. Remove the row, or use another tokenizer."
+            )
+    return DataError(
+        f"{texts[0][0]} and the rows after it: the tokenizer cannot encode them: {one_line(error)}. Use another tokenizer."
+    )
 
 
 def _encode_pretokenized(document: Document, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Encoded]:

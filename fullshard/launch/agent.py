@@ -42,12 +42,20 @@ from fullshard.distributed.rank_env import JOINED_VARIABLE, choose_init_timeout
 from fullshard.distributed.temporary_folders import temporary_folder
 from fullshard.distributed.watchdog.heartbeat import LOST_AFTER
 from fullshard.launch.guard import Guard
-from fullshard.launch.machine_rendezvous import give_secret, open_rendezvous, rendezvous_error
+from fullshard.launch.machine_rendezvous import (
+    AgentStore,
+    MachineRendezvous,
+    give_secret,
+    open_rendezvous,
+    rendezvous_error,
+)
 from fullshard.launch.resolve import LaunchSettings
 from fullshard.launch.worker import EXIT_RANK_LOST, EXIT_USER_ERROR, PARENT
 
 CRASH_PATIENCE = 5.0
 """Seconds the other processes have to fail by themselves, with their own messages, once one has crashed."""
+LAST_LOOK = 2.0
+"""Seconds that the launcher of the store waits after a failure, in which the others read why."""
 STOPPED_AFTER = 6.0
 """Seconds after which stopped processes are reported."""
 SAVED = "the processes saved a checkpoint and ended; the same command with --resume continues from it"
@@ -66,7 +74,9 @@ def launch(settings: LaunchSettings, say: Callable[[str], None]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # `say` reports the same in plain words
     with temporary_folder() as folder:
         os.environ[JOINED_VARIABLE] = str(folder)
-        agent = Agent(worker_spec(settings, say), settings, say, settings.run.log_dir or str(folder))
+        rendezvous = open_rendezvous(settings, say)
+        spec = worker_spec(settings, rendezvous)
+        agent = Agent(spec, settings, say, settings.run.log_dir or str(folder), rendezvous.store)
         agent.guard = Guard(str(folder))
         try:
             return _run(agent, settings, say)
@@ -117,9 +127,9 @@ def _become_rank(settings: LaunchSettings) -> None:
     os.execv(words[0], words)
 
 
-def worker_spec(settings: LaunchSettings, say: Callable[[str], None]) -> WorkerSpec:
+def worker_spec(settings: LaunchSettings, rendezvous: MachineRendezvous) -> WorkerSpec:
     """What torch's agent needs to know: the command, the number of processes, the rendezvous."""
-    run, rendezvous = settings.run, open_rendezvous(settings, say)
+    run = settings.run
     executable, *arguments = command(settings)
     return WorkerSpec(
         role=run.role, local_world_size=settings.local_processes, entrypoint=executable, args=tuple(arguments),
@@ -134,8 +144,13 @@ def worker_spec(settings: LaunchSettings, say: Callable[[str], None]) -> WorkerS
 class Agent(LocalElasticAgent):
     """torch's agent for the processes of one machine, with our rules for ending them."""
 
-    def __init__(self, spec: WorkerSpec, settings: LaunchSettings, say: Callable[[str], None], log_dir: str):
+    def __init__(
+        self, spec: WorkerSpec, settings: LaunchSettings, say: Callable[[str], None], log_dir: str,
+        store: AgentStore | None = None,
+    ):  # fmt: skip
         self.settings, self.say = settings, say
+        self._store = store
+        """The store of all machines, if there are several."""
         self.exit_codes: dict[int, int] = {}
         """By rank, of the processes that have ended, in the order in which they ended."""
         self.user_errors: dict[int, str] = {}
@@ -174,6 +189,7 @@ class Agent(LocalElasticAgent):
         if bad:
             self._wait_for_rest(self.settings.run.grace if bad[0] == EXIT_PREEMPTED else CRASH_PATIENCE)
             self._outcome_known = True
+            self._tell_other_machines()
             self._kill()
             if self._is_user_error() or EXIT_PREEMPTED in self.exit_codes.values():
                 self._remaining_restarts = 0
@@ -182,6 +198,7 @@ class Agent(LocalElasticAgent):
                 self.say(f"{self._describe_crash()}; restarting ({attempt} of {worker_group.spec.max_restarts})")
         elif len(self.exit_codes) < len(worker_group.workers):
             self._look_for_stopped()
+            self._look_at_other_machines()
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
@@ -232,10 +249,49 @@ class Agent(LocalElasticAgent):
 
     def _was_starting(self, rank: int) -> bool:
         """Whether a stopped rank has not joined the others, and was stopped while it still could."""
-        attempt = self._worker_group.spec.max_restarts - self._remaining_restarts
-        joined = Path(os.environ[JOINED_VARIABLE]) / f"{attempt}-{rank}"
-        in_time = self._stopped[rank] - self._started < choose_init_timeout(None, os.environ)
-        return in_time and not joined.exists()
+        return self._is_starting(self._stopped[rank]) and not self._has_joined(rank)
+
+    def _is_starting(self, now: float) -> bool:
+        """Whether ranks may still be waiting for others to join."""
+        return now - self._started < choose_init_timeout(None, os.environ)
+
+    def _has_joined(self, rank: int) -> bool:
+        return (Path(os.environ[JOINED_VARIABLE]) / f"{self._attempt}-{rank}").exists()
+
+    @property
+    def _attempt(self) -> int:
+        return self._worker_group.spec.max_restarts - self._remaining_restarts
+
+    # --- other machines ---------------------------------------------------------------------------------------------
+
+    def _tell_other_machines(self) -> None:
+        """Leave a line about ranks that failed before they joined: those of other machines wait for them in vain."""
+        failed = [rank for rank, code in self.exit_codes.items() if code not in (0, EXIT_PREEMPTED)]
+        if self._store is None or not self._is_starting(time.monotonic()) or all(map(self._has_joined, failed)):
+            return
+        message = self._describe_failure()
+        with contextlib.suppress(DistError, OSError, RuntimeError):
+            self._store.replace(self._failure_key, message)
+            if self.settings.processes.machine_rank == 0:
+                time.sleep(LAST_LOOK)  # the store ends with this process
+
+    def _look_at_other_machines(self) -> None:
+        """Give up ranks that wait for one that has failed on another machine."""
+        waiting = [
+            worker.global_rank for worker in self._worker_group.workers if worker.global_rank not in self.exit_codes
+        ]
+        waiting = [rank for rank in waiting if not self._has_joined(rank)]
+        if self._store is None or not waiting or not self._is_starting(time.monotonic()):
+            return
+        with contextlib.suppress(DistError, OSError, RuntimeError):
+            messages = self._store.read([self._failure_key])
+            for rank in waiting if messages else ():
+                self.exit_codes[rank] = EXIT_RANK_LOST
+                self.rank_lost[rank] = messages[self._failure_key]
+
+    @property
+    def _failure_key(self) -> str:
+        return f"failure of attempt {self._attempt}"
 
     def _name(self, worker: Any) -> str:
         return f"rank {worker.global_rank} (process {worker.id} on {socket.gethostname()})"
@@ -309,6 +365,13 @@ class Agent(LocalElasticAgent):
         waited = next((f"; rank {one} waited for it in {at}" for one, at in self.positions.items() if at), "")
         name = self._name(next(worker for worker in self._worker_group.workers if worker.global_rank == rank))
         return f"{name} {how}{waited}"
+
+    def _describe_failure(self) -> str:
+        """What ended the processes of this machine, as one line for the others."""
+        if self._is_user_error():
+            rank, message = next(iter(self.user_errors.items()))
+            return f"rank {rank} on {socket.gethostname()}: {message.splitlines()[0]}"
+        return self._describe_crash()
 
     def report_failure(self) -> int:
         """Report why the run failed; returns the launcher's exit code."""

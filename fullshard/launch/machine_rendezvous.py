@@ -43,6 +43,8 @@ class MachineRendezvous:
     master_address: str | None
     """None if the backend chooses the master itself."""
     master_port: int | None
+    store: AgentStore | None = None
+    """The store of all machines, if there are several."""
 
 
 def open_rendezvous(settings: LaunchSettings, say: Callable[[str], None]) -> MachineRendezvous:
@@ -60,13 +62,14 @@ def open_rendezvous(settings: LaunchSettings, say: Callable[[str], None]) -> Mac
     if store is None:
         return MachineRendezvous(rendezvous_registry.get_rendezvous_handler(parameters), None, None)
     signed = AgentStore(store, run.rdzv_id, f"{run.rdzv_id}/", say)
+    shared = signed if processes.num_machines > 1 else None
     if backend == "c10d":
-        return MachineRendezvous(_c10d(settings, signed, options), address, store.port)
+        return MachineRendezvous(_c10d(settings, signed, options), address, store.port, shared)
     handler = _SignedStatic(
         address, store.port, processes.machine_rank, processes.num_machines, run.rdzv_id, int(options["timeout"])
     )
     handler.signed = signed
-    return MachineRendezvous(handler, address, store.port)
+    return MachineRendezvous(handler, address, store.port, shared)
 
 
 class AgentStore(JobStore):

@@ -294,12 +294,19 @@ def routing(planned: PlannedModel, batch: BatchShape) -> Iterator[str]:
     """What is assumed about the tokens of experts, if there are any."""
     counts = {m.num_experts for m in planned.model.modules() if isinstance(getattr(m, "num_experts", None), int)}
     if not counts:
+        if batch.routing_imbalance != 1:
+            yield "routing_imbalance has no effect: the model has no experts"
         return
-    if batch.routing_imbalance == 1:
-        yield f"routing is balanced: each of {max(counts)} experts gets as many tokens (routing_imbalance 1)"
+    experts, imbalance = max(counts), batch.routing_imbalance
+    if imbalance == 1:
+        yield f"routing is balanced: each of {experts} experts gets as many tokens (routing_imbalance 1)"
+    elif imbalance < experts:
+        yield (
+            f"routing is uneven: the busiest of {experts} experts gets {imbalance:g} times the mean of tokens "
+            f"(routing_imbalance)"
+        )
     else:
-        imbalance = f"{batch.routing_imbalance:g} times the mean of tokens (routing_imbalance)"
-        yield f"routing is uneven: the busiest of {max(counts)} experts gets {imbalance}"
+        yield f"routing is as uneven as can be: one of {experts} experts gets all tokens (routing_imbalance {experts})"
 
 
 def without_idle_layers(planned: PlannedModel, traces: Mapping[Level, StepTrace]) -> PlannedModel:

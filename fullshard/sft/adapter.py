@@ -49,6 +49,8 @@ from fullshard.sft.sft_config import SFTConfig
 
 Say = Callable[[str], None]
 """Prints a line for the user, on the first rank."""
+DROPOUT = 0.1
+"""The dropout of adapters where `lora_dropout` is unset."""
 
 # --- PEFT's configuration -------------------------------------------------------------------------------------------
 
@@ -66,7 +68,7 @@ def _lora(config: SFTConfig) -> Any:
     lora: Any = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
+        lora_dropout=_dropout(config),
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         bias="none",
@@ -77,12 +79,16 @@ def _lora(config: SFTConfig) -> Any:
     return lora
 
 
+def _dropout(config: SFTConfig) -> float:
+    return DROPOUT if config.lora_dropout is None else config.lora_dropout
+
+
 def _vera(config: SFTConfig) -> Any:
     from peft import VeraConfig
 
     return VeraConfig(
         r=config.lora_r,
-        vera_dropout=config.lora_dropout,
+        vera_dropout=_dropout(config),
         d_initial=config.vera_d_initial,
         projection_prng_key=config.projection_prng_key,
         save_projection=config.save_projection,
@@ -136,29 +142,33 @@ def fit_adapter_config(config: SFTConfig, peft_config: Any, model: Any, say: Say
     if not from_settings:
         return peft_config
     is_lora = method_of(peft_config) == "LORA"
-    everything = getattr(peft_config, "target_modules", None) == ALL_LINEAR
-    if everything and (targets := mixture_targets(inner, config.lora_experts)) is not None:
-        peft_config.target_modules = targets.modules
-        if is_lora:
-            peft_config.target_parameters = targets.parameters
-        if config.lora_experts and not (is_lora and targets.has_experts):
-            say(f"all-linear: the experts of {type(inner).__name__} get no adapters, because peft cannot add them.")
+    if getattr(peft_config, "target_modules", None) != ALL_LINEAR:
+        return peft_config
+    targets = mixture_targets(inner, config.lora_experts)
+    if targets is None:
+        if not config.lora_experts:
+            say(f"lora_experts: {type(inner).__name__} has no experts, so it has no effect.")
+        return peft_config
+    peft_config.target_modules = targets.modules
+    if is_lora:
+        peft_config.target_parameters = targets.parameters
+    if config.lora_experts and not (is_lora and targets.has_experts):
+        say(f"all-linear: the experts of {type(inner).__name__} get no adapters, because peft cannot add them.")
     return peft_config
 
 
 def expert_dropout(config: SFTConfig, peft_config: Any, model: Any, say: Say) -> float:
     """The dropout that PEFT's configuration cannot have because experts get adapters: it is set to 0 there, and
-    returned if the run has it nevertheless. Where PEFT's own forward runs, the default is left out."""
+    returned if the run has it nevertheless. Where PEFT's own forward runs, only a value that the user has set stays."""
     rate, inner = getattr(peft_config, "lora_dropout", 0.0) or 0.0, get_causal_lm(model)
     if not rate or method_of(peft_config) != "LORA" or not adapts_parameters(peft_config, inner):
         return 0.0
     if any(runs_own_experts(module) for _, module in experts_modules(inner)):
         peft_config.lora_dropout = 0.0
         return rate
-    default = type(config).__dataclass_fields__["lora_dropout"].default
-    if rate == default:
+    if config.lora_dropout is None and config.adapter_kind == "lora":  # not a script's own configuration
         peft_config.lora_dropout = 0.0
-        say(f"lora_dropout: the default of {default} is left out, because peft has none for adapters on experts.")
+        say(f"lora_dropout: the default of {rate} is left out, because peft has none for adapters on experts.")
     return 0.0
 
 
@@ -181,7 +191,10 @@ def resumed_config(config: SFTConfig, folder: Path, say: Say) -> Any:
         value, own = getattr(config, option), getattr(peft_config, name, None)
         if value not in (own, SFTConfig.__dataclass_fields__[option].default):
             say(f"{option} {value} is not used: the resumed adapter has {own}.")
-    for option in ("peft_type", "init_lora_weights", "modules_to_save", "trainable_token_indices"):
+    for option in (
+        "peft_type", "init_lora_weights", "modules_to_save", "trainable_token_indices", "lora_target_modules",
+        "lora_experts",
+    ):  # fmt: skip
         if (value := getattr(config, option)) != SFTConfig.__dataclass_fields__[option].default:
             say(f"{option} {value} is not used: the resumed adapter has its own.")
     return peft_config

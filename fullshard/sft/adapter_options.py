@@ -41,9 +41,10 @@ class AdapterOptions:
     """The rank of the adapter."""
     lora_alpha: int = option(16, elsewhere=("alpha",))
     """The adapter's output is scaled by alpha / r."""
-    lora_dropout: float = option(0.1, elsewhere=("dropout",))
-    """Dropout on the adapter's input. Adapters on fused experts have it where fullshard's experts run; PEFT has none
-    there, so the adapter's files record 0."""
+    lora_dropout: float | None = option(None, elsewhere=("dropout",))
+    """Dropout on the adapter's input; unset: 0.1. Adapters on fused experts have it where fullshard's experts run; PEFT
+    has none there, so the adapter's files record 0. Where PEFT's code runs the experts, unset means none, and a value
+    is refused."""
     lora_target_modules: str = option(
         LORA_TARGETS,
         metavar="module names, or all-linear",

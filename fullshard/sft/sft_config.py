@@ -287,7 +287,7 @@ class SFTConfig(
                 raise ConfigError(f"{name} is {value:g}; expected 1 or more, or a fraction of all steps.")
         for name in ("warmup_ratio", "lora_dropout", "adam_beta1", "adam_beta2", "label_smoothing_factor"):
             value = getattr(self, name)
-            if not 0 <= value <= 1 or (value == 1 and name != "warmup_ratio"):
+            if value is not None and (not 0 <= value <= 1 or (value == 1 and name != "warmup_ratio")):
                 raise ConfigError(f"{name} is {value}; expected a number from 0 to 1.")
         for name in ("num_train_epochs", "ddp_timeout"):
             if not getattr(self, name) > 0 or not math.isfinite(getattr(self, name)):

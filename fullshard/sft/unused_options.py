@@ -144,10 +144,14 @@ def _need(names: str, why: str, met: Callable[[Any], Any], in_scripts: bool = Tr
     return Need(tuple(names.split()), why, met, in_scripts)
 
 
+def _resumes(run: Any) -> bool:
+    """Whether the run resumes an adapter."""
+    return run.adapter_name_or_path is not None or is_adapter(run.model_name_or_path or "")
+
+
 def _trains(run: Any, *kinds: str) -> bool:
     """Whether the run trains an adapter, of one of these kinds if any are named; one that it resumes may be any."""
-    resumes = run.adapter_name_or_path is not None or is_adapter(run.model_name_or_path or "")
-    return resumes or run.adapter_kind in kinds or (not kinds and run.adapter_kind is not None)
+    return _resumes(run) or run.adapter_kind in kinds or (not kinds and run.adapter_kind is not None)
 
 
 def _evaluates(run: Any) -> bool:
@@ -182,6 +186,10 @@ NEEDS = (
     _need(
         "fused_lora lora_experts loraplus_lr_ratio", "there is no LoRA adapter; set use_peft_lora",
         lambda run: _trains(run, "lora"), in_scripts=False,
+    ),
+    _need(
+        "lora_experts", "only all-linear has experts; set lora_target_modules to all-linear",
+        lambda run: as_list(run.lora_target_modules) == ["all-linear"] or _resumes(run), in_scripts=False,
     ),
     _need("loraplus_lr_embedding", "LoRA+ is off; set loraplus_lr_ratio", lambda run: run.loraplus_lr_ratio),
     _need(

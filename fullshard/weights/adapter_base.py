@@ -1,9 +1,8 @@
 """The base model of an adapter: how it is recorded, located, and compared with a given model.
 
-PEFT's `adapter_config.json` names the base. fullshard writes `adapter_base.json` beside it, with the fingerprint and
-the checksums of the files that the adapter was trained on. For adapters without that file, the base they name is
-compared if it is available; otherwise only names are. Shapes are checked when the adapter's values are loaded
-(`adapter_files.py`).
+PEFT's `adapter_config.json` names the base. fullshard writes `adapter_base.json` beside it, with what identifies the
+files that the adapter was trained on. For adapters without that file, the base they name is compared if it is
+available; otherwise only names are. Shapes are checked when the adapter's values are loaded (`adapter_files.py`).
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def read_record(adapter: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(record, dict) or not isinstance(record.get("fingerprint"), str):
         return {}
-    return record if isinstance(record.get("checksums"), dict) else {**record, "checksums": {}}
+    return {**record, **{name: {} for name in ("checksums", "config") if not isinstance(record.get(name), dict)}}
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------
@@ -124,10 +123,10 @@ def check_base(
         return
     if packed != stored_in_4_bits(here):
         return  # one is a 4-bit copy of the other: only shapes can be compared
-    from fullshard.weights.source_files import difference, fingerprint_of, identity_of
+    from fullshard.weights.source_files import difference, identity_of, quick_identity
 
-    expected = record or (identity_of(known) if identity else {"fingerprint": fingerprint_of(known)})
-    if wrong := difference(expected, identity or {"fingerprint": fingerprint_of(here)}):
+    expected = record or (identity_of(known) if identity else quick_identity(known))
+    if wrong := difference(expected, identity or quick_identity(here)):
         override = f"remove {RECORD} from its folder" if record else f"set the new base in its {CONFIG}"
         raise WeightsError(
             f"the adapter {adapter} was trained on {trained_on}, but {called} is a different model or has changed "

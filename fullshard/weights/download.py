@@ -115,7 +115,7 @@ class _Download:
         """The weight files of an index."""
         try:
             listed = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise WeightsError(f"{index} is not a safetensors index ({type(error).__name__}: {error})") from error
         absent = sorted(str(name) for name in listed if name not in self.files)
         if absent:

@@ -31,7 +31,7 @@ from fullshard.weights.locate import open_source
 from fullshard.weights.match import BufferReads, LoadPlan, LoadReport, ParameterReads, match
 from fullshard.weights.safetensors_files import SafetensorsFiles
 from fullshard.weights.slice_reader import Job, TensorReader
-from fullshard.weights.source_files import ATTRIBUTE, SourceFiles, fingerprint_of, shared_checksums
+from fullshard.weights.source_files import ATTRIBUTE, SourceFiles, config_of, fingerprint_of, shared_checksums
 from fullshard.weights.transforms import PickedRows, Transform, grown_reader, piece_of, pieces_of
 from fullshard.weights.wrapped import wrapped
 
@@ -98,8 +98,9 @@ def fill(
             if files is not source:
                 files.close()
     base = SourceFiles(
-        os.path.abspath(plan.source.path), next(filter(None, fingerprints)), checksums, left_out=plan.left_out
-    )
+        os.path.abspath(plan.source.path), next(filter(None, fingerprints)), checksums, config_of(plan.source.path),
+        left_out=plan.left_out,
+    )  # fmt: skip
     if adapter is not None:
 
         def compare() -> None:  # one rank is enough: it may have to read another folder

@@ -28,7 +28,7 @@ from fullshard.weights.merge_layers import CHANGE_BASE, MergedLayers, check_kind
 from fullshard.weights.model_dir_writer import ModelDirWriter
 from fullshard.weights.safetensors_files import SafetensorsFiles, total_bytes
 from fullshard.weights.slice_reader import TensorReader
-from fullshard.weights.source_files import fingerprint_of
+from fullshard.weights.source_files import quick_identity
 from fullshard.weights.transforms import grown_reader, may_grow
 
 
@@ -89,7 +89,7 @@ def merge_adapter(
                 values = {name: merged.value(name, readers) for name in group.members}
                 done += writer.write(group.convert(values))
                 bar.at(done)
-        identity = {"fingerprint": fingerprint_of(where), "checksums": source.checksums()}
+        identity = {**quick_identity(where), "checksums": source.checksums()}
         check_base(folder, where, identity=identity)  # what was merged, now that all of it is read
         writer.finish(plain, _tokenizer(folder), verify)
     return target

@@ -5,13 +5,17 @@ that were loaded unchanged and not written to since; `SourceFiles` records this 
 
 Files are identified twice. The checksums cover every byte and are computed while the files are read. The fingerprint
 only samples them, so that a wrong model is refused before gigabytes are read; records of fullshard 0.1 have no more.
+What `config.json` says of the model's computation belongs to its identity too.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import json
+import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ from fullshard.distributed import runtime
 from fullshard.distributed.ranks import agree, host_group, run_on_all_ranks
 from fullshard.fsdp.parameter import piece_of, writes_of
 from fullshard.weights.block_checksums import UNKNOWN, remembered
+from fullshard.weights.config_limits import check_limits
 from fullshard.weights.locate import weight_files
 from fullshard.weights.safetensors_files import SafetensorsFiles, file_names
 
@@ -50,6 +55,8 @@ class SourceFiles:
     """`fingerprint_of(path)` at load."""
     checksums: dict[str, str] = field(default_factory=dict)
     """The checksum of every byte of each file, by its name in the directory."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """`config_of(path)` at load."""
     loaded: dict[str, WriteCount] = field(default_factory=dict, repr=False)
     """By parameter name, the write counts of this rank's shard after loading."""
     left_out: tuple[str, ...] = ()
@@ -58,7 +65,7 @@ class SourceFiles:
     @property
     def identity(self) -> Identity:
         """What identifies the files, for records."""
-        return {"fingerprint": self.fingerprint, "checksums": self.checksums}
+        return {"fingerprint": self.fingerprint, "checksums": self.checksums, "config": self.config}
 
     def record(self, names: Iterable[str], shard: torch.Tensor) -> None:
         """Record that the files provide this parameter, under all its names."""
@@ -82,7 +89,7 @@ def base_of(model: nn.Module) -> SourceFiles | None:
 
 
 Identity = dict[str, Any]
-"""`fingerprint`, and `checksums` by file name, which old records do not have."""
+"""`fingerprint`; `checksums` by file name, and `config`, which old records do not have."""
 
 
 def identity_of(path: str | Path) -> Identity:
@@ -93,18 +100,85 @@ def identity_of(path: str | Path) -> Identity:
     if not all(checksums.values()):
         with SafetensorsFiles(path, files) as source:
             checksums = dict(source.checksums())
-    return {"fingerprint": fingerprint_of(path), "checksums": checksums}
+    return {**quick_identity(path), "checksums": checksums}
+
+
+def quick_identity(path: str | Path) -> Identity:
+    """What identifies the files at `path` without reading all of them."""
+    return {"fingerprint": fingerprint_of(path), "config": config_of(path)}
 
 
 def difference(saved: Identity, here: Identity) -> str:
     """How files differ from those of a record; empty if they are the same. Fingerprints are compared where one of the
-    two has no checksums."""
+    two has no checksums, and `config.json` where both have it."""
     expected, there = saved.get("checksums"), here.get("checksums")
     if not expected or not there:
         expected, there = {"fingerprint": saved["fingerprint"]}, {"fingerprint": here["fingerprint"]}
     wrong = [name for name in sorted({*expected, *there}) if expected.get(name) != there.get(name)]
     shown = [f"{name} is {there.get(name, 'missing')}, expected {expected.get(name, 'no such file')}" for name in wrong]
-    return "; ".join(shown[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    settings = config_differences(saved.get("config") or {}, here.get("config") or {})
+    shown += [f"config.json: {setting}" for setting in settings]
+    return "; ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
+# --- config.json ----------------------------------------------------------------------------------------------------
+
+NO_COMPUTATION = re.compile(
+    r"^_|name_or_path$|^transformers_version$|dtype$|^use_cache$|_token_id$|^(id2label|label2id|problem_type)$|"
+    r"^output_|^return_dict|(attn|experts)_implementation$|^auto_map$|^task_specific_params$|^initializer_range$"
+)
+"""Settings in a `config.json` that do not change what the model computes from tokens, or that a run chooses itself."""
+
+
+def config_of(path: str | Path) -> dict[str, Any]:
+    """The settings in the `config.json` at `path` that decide what the model computes; empty without the file."""
+    folder = Path(path)
+    try:
+        values = json.loads(((folder if folder.is_dir() else folder.parent) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return that_compute(values) if isinstance(values, dict) else {}
+
+
+def that_compute(value: Any) -> Any:
+    """A configuration, or a part of one, without settings that do not change what the model computes."""
+    if not isinstance(value, dict):
+        return value
+    return {name: that_compute(inner) for name, inner in value.items() if not NO_COMPUTATION.search(name)}
+
+
+def config_differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """What two configurations set differently. Defaults count as set, so a file that was written again is the same."""
+    if not saved or not here or saved == here:
+        return []
+    return list(_differing(_with_defaults(saved), _with_defaults(here), ""))
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        check_limits(config, "config.json")
+        whole = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()
+    except Exception:  # a class of its own, or values that its class refuses
+        return config
+    return that_compute(json.loads(json.dumps(whole, default=str)))
+
+
+def _differing(saved: Any, here: Any, name: str) -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(here, dict):
+        for key in sorted(saved.keys() & here.keys()):
+            yield from _differing(saved[key], here[key], f"{name}.{key}" if name else key)
+    elif saved != here and json.dumps(saved) != json.dumps(here):  # NaN is not equal to itself
+        yield f"{name} is {_shown(here)}, expected {_shown(saved)}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# --- checksums ------------------------------------------------------------------------------------------------------
 
 
 def shared_checksums(source: SafetensorsFiles) -> dict[str, str]:

@@ -82,6 +82,13 @@ elif how == "stopped in the start":
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     runtime.use_spmd()
+elif how.startswith("refused in the start of rank"):
+    from fullshard.config.errors import ConfigError
+    from fullshard.distributed import runtime
+
+    if rank == int(how[-1]):
+        raise ConfigError("there is no model in /models on this machine")
+    runtime.use_spmd()
 elif how == "with children":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     (folder / f"pid-child-{rank}").write_text(str(child.pid))

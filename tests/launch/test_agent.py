@@ -105,7 +105,8 @@ def settled(*flags: str):
 def test_flags_of_the_run_reach_the_agent(tmp_path):
     def agent(*flags):
         settings = settled(*flags)
-        return run.Agent(run.worker_spec(settings, print), settings, print, str(tmp_path))
+        spec = run.worker_spec(settings, run.open_rendezvous(settings, print))
+        return run.Agent(spec, settings, print, str(tmp_path))
 
     def spec(*flags):
         return agent(*flags).get_worker_group().spec
@@ -200,7 +201,8 @@ def test_a_rank_killed_during_a_collective_of_the_script_is_named_without_a_trac
 def test_exit_codes_and_what_is_said(tmp_path, codes, reports, code, said):
     """As docs/launch.md has them. `codes` are in the order in which processes ended."""
     lines = []
-    agent = run.Agent(run.worker_spec(settled(), print), settled(), lines.append, str(tmp_path))
+    spec = run.worker_spec(settled(), run.open_rendezvous(settled(), print))
+    agent = run.Agent(spec, settled(), lines.append, str(tmp_path))
     for rank, worker in enumerate(agent._worker_group.workers):
         worker.global_rank, worker.id = rank, 6 + rank
     agent.exit_codes, agent.user_errors = codes, reports
@@ -223,9 +225,9 @@ def test_stopped_processes_are_named_and_waited_for(tmp_path):
         os.kill(int((tmp_path / f"pid-0-{rank}").read_text()), signal.SIGCONT)
     code, _, err = job.end()
     assert code == 0 and not err
-    assert [int(pid) for pid in re.findall(r"rank \d \(process (\d+) on ", said)] == [
-        int((tmp_path / f"pid-0-{rank}").read_text()) for rank in (0, 1)
-    ]
+    assert dict(re.findall(r"rank (\d) \(process (\d+) on ", said)) == {
+        str(rank): (tmp_path / f"pid-0-{rank}").read_text() for rank in (0, 1)
+    }
 
 
 @pytest.mark.slow
@@ -391,6 +393,31 @@ def test_two_machines_meet(tmp_path, backend):
         sorted(said.split("\n")) == ["", *(f"rank {rank} of 4, attempt 0" for rank in range(4))]
         or said.count("rank") == 4
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize(
+    ("how", "code", "line"),
+    [
+        ("refused in the start of rank 0", 2, "there is no model in /models on this machine"),
+        ("refused in the start of rank 1", 2, "there is no model in /models on this machine"),
+        ("stopped in the start", 69, "has not joined the other ranks for 30 s"),
+    ],
+)
+def test_a_rank_that_fails_before_it_joins_ends_other_machines(tmp_path, backend, how, code, line):
+    """Long before the time for joining (10 minutes) is over, and every launcher names the cause."""
+    port, jobs = _free_port(), []
+    for machine in (0, 1):
+        (tmp_path / str(machine)).mkdir()
+        flags = ("--quiet", "--num_machines", "2", "--machine_rank", str(machine), "--main_process_ip", "127.0.0.1",
+                 "--main_process_port", str(port), "--rdzv_backend", backend)  # fmt: skip
+        jobs.append(Launched(tmp_path / str(machine), how, *flags))
+    ends = [job.end() for job in jobs]
+    failed = int(how[-1]) if how[-1].isdigit() else 1
+    assert [ends[failed][0], ends[1 - failed][0]] == [code, 69], ends
+    for _, _, err in ends:
+        assert line in err.splitlines()[-1] and "Traceback" not in err, ends
 
 
 @pytest.mark.slow

@@ -159,6 +159,24 @@ def test_a_machine_that_is_named_wins_over_the_variable_for_devices(
     assert request.machine.kind == "cpu" and request.engine.use_cpu
 
 
+@pytest.mark.parametrize(
+    ("imbalance", "experts", "expected"),
+    [
+        ("2", 0, "routing_imbalance has no effect: the model has no experts"),
+        ("2", 4, "the busiest of 4 experts gets 2 times the mean of tokens"),
+        ("1e9", 4, "routing is as uneven as can be: one of 4 experts gets all tokens"),
+    ],
+)
+def test_what_uneven_routing_means_is_printed(
+    imbalance: str, experts: int, expected: str, place: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    about = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": experts}
+    (place / "model" / "config.json").write_text(json.dumps({**SIZES, **(about if experts else {})}))
+    words = ("model", "--machine", "h100", "--max_length", "64", "--routing_imbalance", imbalance)
+    assert expected in " ".join(planned(monkeypatch, capsys, *words)["assumptions"])
+
+
 CASES = [
     ("unknown.json", "knows no model of type 'llemma'"),
     ("sizes.json", "says model_type 'llama', but not the model's width"),

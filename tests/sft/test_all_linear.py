@@ -85,7 +85,7 @@ LORA = {"use_peft_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0
 
 
 def make(family: str) -> Any:
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES[family]})
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES.get(family, {})})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_experts_have_dropout_and_peft_loads_the_files(tmp_path):
 @ranks(1)
 def test_the_default_dropout_is_left_out_where_peft_runs_experts(tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        trainer = start(tmp_path, "Llama4Text", lora_dropout=0.1, progress="plain")
+        trainer = start(tmp_path, "Llama4Text", lora_dropout=None, progress="plain")
     assert trainer.parts.adapter_config.lora_dropout == 0
     assert "lora_dropout: the default of 0.1 is left out" in out.getvalue()
     assert "experts: Llama4ForCausalLM runs them by transformers' own code" in out.getvalue()
@@ -228,6 +228,13 @@ def test_experts_can_be_left_out(tmp_path):
     trainer = start(tmp_path, "Qwen2Moe", lora_experts=False)
     expected = {name for name in must_train(make("Qwen2Moe")) if ".experts." not in name}
     assert trained(trainer.parts.model) == expected and any("shared_expert" in name for name in expected)
+
+
+@ranks(1)
+def test_leaving_out_experts_that_are_not_there_is_reported(tmp_path):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        start(tmp_path, "Llama", lora_experts=False, progress="plain")
+    assert "lora_experts: LlamaForCausalLM has no experts, so it has no effect." in out.getvalue()
 
 
 @ranks(1)
@@ -256,7 +263,8 @@ def test_experts_that_peft_cannot_adapt_are_left_out_with_a_note(tmp_path):
 @ranks(1)
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"lora_dropout": 0.2}, "lora_dropout=0.2: peft has no such adapters on parameters.*set lora_dropout to 0"),
+    [({"lora_dropout": 0.1}, "lora_dropout=0.1: peft has no such adapters on parameters.*set lora_dropout to 0"),
+     ({"lora_dropout": 0.2}, "lora_dropout=0.2: peft has no such adapters on parameters.*set lora_dropout to 0"),
      ({"use_dora": True}, "use_dora=True: peft has no such adapters on parameters.*set use_dora to False")],
 )  # fmt: skip
 def test_a_setting_that_does_not_fit_is_refused(changes, message, tmp_path):
@@ -265,6 +273,19 @@ def test_a_setting_that_does_not_fit_is_refused(changes, message, tmp_path):
     if "use_dora" in changes:
         with pytest.raises(ConfigError, match=message):
             start(tmp_path / "other", "Mixtral", **changes)
+
+
+@ranks(1)
+def test_a_dropout_that_a_script_configures_is_never_left_out(tmp_path):
+    """Nor is it taken for the default, which has the same value."""
+    make("Llama4Text").save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    for rate in (0.1, 0.3):
+        with pytest.raises(ConfigError, match=f"lora_dropout={rate}: peft has no such adapters on parameters"):
+            SFTTrainer(
+                model=str(tmp_path / "model"), args=settings(tmp_path / "run", max_steps=1), train_dataset=text_rows(9),
+                peft_config=LoraConfig(r=4, lora_dropout=rate, target_parameters=["experts.down_proj"]),
+            )  # fmt: skip
 
 
 @ranks(1)

@@ -19,6 +19,7 @@ from fullshard.config.options import options_of, parse_flags
 from fullshard.launch.config import launch_options
 from fullshard.launch.sft_command import refuse_unknown, split
 from fullshard.optim.lr_schedule import check_schedule, factor
+from fullshard.sft.adapter import requested_adapter_config
 from fullshard.sft.cli_args import CommandConfig, command_options, config_of, parse
 from fullshard.sft.sft_config import SFTConfig
 
@@ -39,7 +40,7 @@ def test_the_guide_s_command() -> None:
     assert config.changed() == {
         "model_name_or_path": "meta-llama/Llama-2-70b-hf", "dataset_name": "smangrul/ultrachat-10k-chatml",
         "chat_template_format": "chatml", "append_concat_token": False, "use_flash_attn": True,
-        "use_peft_lora": True, "lora_r": 8,
+        "use_peft_lora": True, "lora_r": 8, "lora_dropout": 0.1,
         "lora_target_modules": "all-linear", "dataset_text_field": "content", "packing": True, "max_length": 2048,
         "output_dir": "llama-sft-lora-fsdp", "seed": 100, "num_train_epochs": 1.0, "gradient_accumulation_steps": 4,
         "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "weight_decay": 1e-4, "bf16": True,
@@ -51,7 +52,8 @@ def test_the_guide_s_command() -> None:
 def test_defaults_of_the_guide_s_script() -> None:
     config = parse([]).config
     assert (config.learning_rate, config.gradient_checkpointing, config.bf16) == (5e-5, False, False)
-    assert (config.lora_r, config.lora_alpha, config.lora_dropout) == (64, 16, 0.1)
+    lora = requested_adapter_config(parse(["--use_peft_lora"]).config, None)
+    assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (64, 16, 0.1)
     assert config.lora_target_modules == "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
     assert (config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage_dtype) == ("auto", "uint8")
     assert (config.bnb_4bit_quant_type, config.chat_template_format, config.splits) == ("nf4", "none", "train,test")

@@ -19,14 +19,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fullshard.config.errors import ConfigError, WeightsError
 from fullshard.data.chat_template import prepare_tokenizer
 from fullshard.distributed import runtime
+from fullshard.sft.adapter import resumed_config
 from fullshard.sft.checked_run import check_paths
 from fullshard.sft.cli_args import parse
+from fullshard.sft.sft_config import SFTConfig
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.sft.runs import global_batch, losses, settings
 from tests.sft.test_tokens_train import NEW, folder, logits_of, start
 from tests.sft.tiny import make_folder, make_model
+
+
+def test_settings_that_the_resumed_adapter_decides_are_reported(tmp_path: Path) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.0).save_pretrained(tmp_path)
+    lines: list[str] = []
+    changes = {"lora_r": 8, "lora_dropout": 0.1, "lora_target_modules": "all-linear", "lora_experts": False}
+    resumed_config(SFTConfig(**changes), tmp_path, lines.append)
+    assert sorted(line.split()[0] for line in lines) == sorted(changes), "also a value that is the usual one"
+    lines.clear()
+    resumed_config(SFTConfig(), tmp_path, lines.append)
+    assert not lines
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from fullshard.weights.adapter_base import RECORD, check_base, write_record
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import open_source
 from fullshard.weights.merge_adapter import merge_adapter
-from fullshard.weights.source_files import base_of, difference, fingerprint_of, identity_of
+from fullshard.weights.source_files import base_of, config_differences, difference, fingerprint_of, identity_of
 from tests.pairwise import crossed
 from tests.pool import ranks
 from tests.weights.models import mesh_for, save, split_for_tensors, tensor_mesh
@@ -235,3 +235,85 @@ def test_an_unchanged_file_is_not_read_again(tmp_path, monkeypatch):
         assert identity_of(tmp_path) == first
     save_file({"a": torch.arange(51)}, tmp_path / "model.safetensors")
     assert identity_of(tmp_path) != first
+
+
+# --- config.json ----------------------------------------------------------------------------------------------------
+
+
+def _edit(base: Path, **changes) -> None:
+    file = base / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": 0.5}, "config.json: rms_norm_eps is 0.5, expected 1e-06"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+            "config.json: rope_parameters.rope_theta is 77.0, exp",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            'config.json: .*rope_parameters.rope_type is "linear", expected "def',
+        ),
+        ({"hidden_act": "gelu"}, 'config.json: hidden_act is "gelu", expected "silu"'),
+    ],
+)
+def test_another_configuration_is_another_model(changes, message, tmp_path):
+    """The weights are the same, and would compute something else: refused at resume, merge and export."""
+    _frozen(tmp_path)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
+    write_record(adapter, base, (str(base), identity_of(base)))
+    _edit(base, **changes)
+    with pytest.raises(CheckpointError, match=rf"whose files have changed since \({message}"):
+        merge_weights(tmp_path / "step-1", tmp_path / "weights")
+    with pytest.raises(WeightsError, match=rf"different model or has changed since \({message}"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+    with pytest.raises(WeightsError, match=rf"different model or has changed since \({message}"):
+        check_base(adapter, base)
+
+
+@ranks(2)
+def test_a_run_resumes_with_the_configuration_of_its_base(tmp_path):
+    base = _model(tmp_path / "base")
+    save_state(tmp_path / "step-1", model=_lora(base))
+    if runtime.is_main():
+        config = LlamaConfig.from_pretrained(base)
+        config.save_pretrained(base)  # defaults written out, or left out, are the same
+        kept = {name: value for name, value in config.to_dict().items() if name not in ("rms_norm_eps", "hidden_act")}
+        (base / "config.json").write_text(
+            json.dumps({**kept, "use_cache": False, "eos_token_id": 7, "dtype": "float16"})
+        )
+    runtime.barrier()
+    load_state(tmp_path / "step-1", model=_lora(base))
+    if runtime.is_main():
+        _edit(base, rms_norm_eps=0.1)
+    runtime.barrier()
+    with pytest.raises(CheckpointError, match=r"the files differ \(config.json: rms_norm_eps is 0.1, expected 1e-06"):
+        load_state(tmp_path / "step-1", model=_lora(base))
+
+
+def test_configurations_that_transformers_does_not_know_are_compared_as_they_are():
+    assert not config_differences({"model_type": "own", "a": 1, "b": {"c": 2}}, {"model_type": "own", "b": {"c": 2}})
+    assert config_differences({"a": {"b": 1}}, {"a": {"b": 2}}) == ["a.b is 2, expected 1"]
+    assert not config_differences({"limit": float("nan")}, {"limit": float("nan")})
+    assert not config_differences({}, {"a": 1}), "nothing was recorded"
+
+
+@ranks(1)
+def test_a_model_that_trains_whole_is_compared_too_and_only_warned_of(tmp_path):
+    base, lines = _model(tmp_path / "base"), []
+    save_state(tmp_path / "step-1", model=load_pretrained(base, progress=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "warn_once", lambda key, line: lines.append(line))
+        _edit(base, use_cache=False, pad_token_id=3)
+        load_state(tmp_path / "step-1", model=load_pretrained(base, progress=False))
+        assert not lines
+        _edit(base, rms_norm_eps=0.25)
+        load_state(tmp_path / "step-1", model=load_pretrained(base, progress=False))
+    (line,) = lines
+    assert line.startswith(
+        "model is configured differently than in the checkpoint: rms_norm_eps is 0.25, expected 1e-06."
+    )
