@@ -213,10 +213,12 @@ def _refused(call: Callable[[str], Any], texts: Sequence[tuple[str, str]], error
             if not _is_of_the_tokenizer(own):
                 raise
             return DataError(
-                f"{where}: the tokenizer cannot encode the text: {one_line(own)}. Remove the row, or use another tokenizer."
+                f"{where}: the tokenizer cannot encode the text: {one_line(own)}. Remove the row, "
+                "or use another tokenizer."
             )
     return DataError(
-        f"{texts[0][0]} and the rows after it: the tokenizer cannot encode them: {one_line(error)}. Use another tokenizer."
+        f"{texts[0][0]} and the rows after it: the tokenizer cannot encode them: {one_line(error)}. "
+        "Use another tokenizer."
     )
 
 

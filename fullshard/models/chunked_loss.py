@@ -65,13 +65,17 @@ class _Options(NamedTuple):
     kind: TokenLoss
     entropy: bool
 
-    def rows(self, tokens: int, trained: int, columns: int, dtype: torch.dtype, cap: SoftCap | None) -> int:
-        """Tokens per chunk. Chunks are as equal as multiples of 64 tokens allow."""
+    def rows(
+        self, tokens: int, trained: int, columns: int, dtype: torch.dtype, cap: SoftCap | None, d_weight: int = 0
+    ) -> int:
+        """Tokens per chunk, beside so many bytes of the weight's gradient, which each chunk reads and writes. Chunks
+        are as equal as multiples of 64 tokens allow."""
         if self.chunk_tokens:
             return self.chunk_tokens
         if cap is None:
             return max(1, REFERENCE_BYTES // (4 * columns))
-        most = min(FUSED_BYTES // (dtype.itemsize * columns), max(FUSED_ROWS, tokens // FUSED_CHUNKS))
+        size = max(FUSED_BYTES, d_weight // 2)
+        most = min(size // (dtype.itemsize * columns), max(FUSED_ROWS, tokens // FUSED_CHUNKS))
         most = max(64, most // 64 * 64)
         chunks = max(1, -(-trained // most))
         return max(64, -(-trained // chunks // 64) * 64)
@@ -102,7 +106,8 @@ class _ChunkedLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=wide) if want_bias and bias is not None else None
         d_own = torch.zeros_like(own, dtype=wide) if want_own and own is not None else None
         d_factors = [torch.zeros_like(factor, dtype=wide) for factor in factors]
-        rows = options.rows(ctx.tokens, len(hidden), len(weight), weight.dtype, cap)
+        beside = 0 if d_weight is None else d_weight.nbytes
+        rows = options.rows(ctx.tokens, len(hidden), len(weight), weight.dtype, cap, beside)
         for start in range(0, len(hidden), rows):
             piece = slice(start, start + rows)
             logits = F.linear(hidden[piece], weight, bias)

@@ -1,8 +1,9 @@
-"""Triton kernels between the grouped products of experts: the gate, the adapters' updates and the sum over experts.
+"""Triton kernels around the grouped products of experts: the adapters' products and updates, the gate and the sum over
+experts.
 
 None of them waits for the host, and none adds with atomics: results are the same bits each time. The numbers of rows of
-the experts stay on the device. A program of `add_update` works on rows of one expert; which one, it reckons from `ends`
-(`_tile_of_group`), so the grid has a program for each full tile and one more for each expert.
+the experts stay on the device. A program of `add_update` or `narrow_product` works on rows of one expert; which one it
+is follows from `ends` (`_tile_of_group`), so the grid has a program for each full tile and one more for each expert.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from fullshard.lora.fused_kernels import _kept, launch
 from fullshard.lora.gated_mlp_kernels import ACTIVATIONS, _activated
 
 UPDATE = {"ROWS": 64, "COLUMNS": 128, "STAGES": 2, "num_warps": 4}
+NARROW = {"ROWS": 64, "COLUMNS": 128, "STAGES": 3, "num_warps": 4}
+OUTER = {"ROWS": 64, "COLUMNS": 128, "STAGES": 3, "num_warps": 4}
 GATE = {"ROWS": 16, "COLUMNS": 256, "STAGES": 2, "num_warps": 4}
 SUM = {"ROWS": 16, "COLUMNS": 256, "STAGES": 2, "num_warps": 4}
 """The tile that a program works on at a time, how many tiles are loaded ahead, and its warps."""
@@ -91,6 +94,106 @@ def _add_update(  # type: ignore[no-untyped-def]
             added = tl.load(bias + group.to(tl.int64) * size + k, mask=k < size, other=0.0)
             sums += added.to(tl.float32)[None, :]
         tl.store(place, sums.to(out.dtype.element_ty), mask=inside)
+
+
+# --- products of adapters ---------------------------------------------------------------------------------------------
+
+
+def narrow_product(
+    x: torch.Tensor, index: torch.Tensor | None, matrices: torch.Tensor, ends: torch.Tensor, dropout: Dropout | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of `x` at `index` (`x` itself without), and their products with the matrices of their groups
+    [groups, size, rank], which are computed while the rows are copied."""
+    x, (groups, size, rank) = x.contiguous(), matrices.shape
+    rows = x if index is None else x.new_empty(len(index), size)
+    h = x.new_empty(len(rows), rank)
+    launch(
+        _narrow_product, NARROW, lambda tile: (triton.cdiv(len(rows), tile) + groups,), x,
+        x, ends if index is None else index, ends, matrices, *matrices.stride(), rows, h,
+        ends if dropout is None else dropout.seed, 0 if dropout is None else dropout.threshold,
+        1.0 if dropout is None else dropout.scale,
+        size=size, rank=rank, groups=groups, GROUPS=triton.next_power_of_2(groups),
+        RANK=max(16, triton.next_power_of_2(rank)), GATHERS=index is not None, DROPS=dropout is not None,
+    )  # fmt: skip
+    return rows, h
+
+
+@Kernel
+def _narrow_product(  # type: ignore[no-untyped-def]
+    x, index, ends, matrices, group_stride, size_stride, rank_stride, rows, h, seed, threshold, scale,
+    size: tl.constexpr, rank: tl.constexpr, groups: tl.constexpr, GROUPS: tl.constexpr, RANK: tl.constexpr,
+    GATHERS: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    group, first_row, end = _tile_of_group(ends, tl.program_id(0), groups, GROUPS, ROWS)
+    if group < groups:
+        row, r = first_row + tl.arange(0, ROWS), tl.arange(0, RANK)
+        there, source = row < end, row.to(tl.int64)
+        if GATHERS:
+            source = tl.load(index + row, mask=there, other=0).to(tl.int64)
+        matrix = matrices + group.to(tl.int64) * group_stride
+        sums = tl.zeros((ROWS, RANK), dtype=tl.float32)
+        for start in tl.range(0, size, COLUMNS, num_stages=STAGES):
+            k = start + tl.arange(0, COLUMNS)
+            inside = there[:, None] & (k < size)[None, :]
+            values = tl.load(x + source[:, None] * size + k[None, :], mask=inside, other=0.0)
+            if GATHERS:
+                tl.store(rows + row.to(tl.int64)[:, None] * size + k[None, :], values, mask=inside)
+            if DROPS:
+                keep = _kept(tl.load(seed), 0, first_row, start, threshold, ROWS, COLUMNS)
+                values = tl.where(keep, values, 0.0).to(x.dtype.element_ty)
+            place = k[:, None].to(tl.int64) * size_stride + r[None, :] * rank_stride
+            factor = tl.load(matrix + place, mask=(k < size)[:, None] & (r < rank)[None, :], other=0.0)
+            sums += tl.dot(values, factor, input_precision="ieee")
+        if DROPS:
+            sums *= scale
+        own = there[:, None] & (r < rank)[None, :]
+        tl.store(h + row.to(tl.int64)[:, None] * rank + r[None, :], sums.to(h.dtype.element_ty), mask=own)
+
+
+def narrow_outer(
+    h: torch.Tensor, x: torch.Tensor, index: torch.Tensor | None, ends: torch.Tensor, dropout: Dropout | None
+) -> torch.Tensor:
+    """`hᵀ @ x` of each group's rows [groups, rank, size], for the rows of `x` at `index`; zeros for groups without."""
+    x, h, groups, (rank, size) = x.contiguous(), h.contiguous(), len(ends), (h.shape[1], x.shape[1])
+    out = x.new_empty(groups, rank, size)
+    launch(
+        _narrow_outer, OUTER, lambda tile: (groups, triton.cdiv(size, OUTER["COLUMNS"])), x,
+        h, x, ends if index is None else index, ends, out, ends if dropout is None else dropout.seed,
+        0 if dropout is None else dropout.threshold, 1.0 if dropout is None else dropout.scale,
+        size=size, rank=rank, RANK=max(16, triton.next_power_of_2(rank)), GATHERS=index is not None,
+        DROPS=dropout is not None,
+    )  # fmt: skip
+    return out
+
+
+@Kernel
+def _narrow_outer(  # type: ignore[no-untyped-def]
+    h, x, index, ends, out, seed, threshold, scale, size: tl.constexpr, rank: tl.constexpr, RANK: tl.constexpr,
+    GATHERS: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    group, first_column = tl.program_id(0), tl.program_id(1) * COLUMNS
+    end = tl.load(ends + group)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    k, r = first_column + tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    sums = tl.zeros((RANK, COLUMNS), dtype=tl.float32)
+    for block in tl.range(0, (end - start + ROWS - 1) // ROWS, num_stages=STAGES):
+        first_row = start + block * ROWS
+        row = first_row + tl.arange(0, ROWS)
+        there, source = row < end, row.to(tl.int64)
+        if GATHERS:
+            source = tl.load(index + row, mask=there, other=0).to(tl.int64)
+        inside = there[:, None] & (k < size)[None, :]
+        values = tl.load(x + source[:, None] * size + k[None, :], mask=inside, other=0.0)
+        if DROPS:
+            keep = _kept(tl.load(seed), 0, first_row, first_column, threshold, ROWS, COLUMNS)
+            values = tl.where(keep, values, 0.0).to(x.dtype.element_ty)
+        own = there[:, None] & (r < rank)[None, :]
+        narrow = tl.load(h + row.to(tl.int64)[:, None] * rank + r[None, :], mask=own, other=0.0)
+        sums += tl.dot(tl.trans(narrow), values, input_precision="ieee")
+    if DROPS:
+        sums *= scale
+    place = out + group.to(tl.int64) * rank * size + r[:, None] * size + k[None, :]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=(r < rank)[:, None] & (k < size)[None, :])
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------

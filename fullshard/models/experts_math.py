@@ -22,6 +22,9 @@ from fullshard.lora.fused_dropout import Dropout
 from fullshard.models.experts_gate import Gate
 from fullshard.quant.grouped_product import Stack, group_dot, group_sums, grouped_mm, grouped_outer, product
 
+NARROW = 64
+"""The largest rank of adapters whose products are limited by how fast their rows are read."""
+
 
 class Routing(NamedTuple):
     """Pairs of a token and an expert, sorted by expert. Shapes depend on the numbers of tokens and choices only."""
@@ -115,7 +118,7 @@ def forward(
 ) -> tuple[torch.Tensor, Saved]:
     """The output for `x` [tokens, in] with routing weights [tokens, choices]; without weights, that of each sorted
     row, zero for rows without an expert."""
-    inner, up_saved = project(x.index_select(0, routing.tokens), up, routing.ends)
+    inner, up_saved = project(x, up, routing.ends, routing.tokens)
     rows, down_saved = project(gate.forward(inner), down, routing.ends)
     saved = Saved(inner, up_saved, down_saved)
     if weights is None:
@@ -123,10 +126,14 @@ def forward(
     return combine(rows, weights, routing), saved
 
 
-def project(x: torch.Tensor, projection: Projection, ends: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The output of a projection for sorted rows, and the rank-sized activations of its adapters."""
-    out = product(x, projection.stack, ends, projection.transposed)
-    saved = [grouped_mm(_dropped(x, one.dropout), one.a.transpose(1, 2), ends) for one in projection.adapters]
+def project(
+    x: torch.Tensor, projection: Projection, ends: torch.Tensor, index: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The output of a projection for sorted rows, and the rank-sized activations of its adapters. The rows are those
+    of `x` at `index`, if it is given."""
+    factors = [(one.a.transpose(1, 2), one.dropout) for one in projection.adapters]
+    rows, saved = narrow_products(x, factors, ends, index)
+    out = product(rows, projection.stack, ends, projection.transposed)
     bias = projection.bias
     for h, one in zip(saved, projection.adapters, strict=True):
         add_update(out, ends, h, one.b.transpose(1, 2), bias)
@@ -167,6 +174,45 @@ def add_update(
         out += bias.index_select(0, group.clamp_(max=len(ends) - 1))
 
 
+def narrow_products(
+    x: torch.Tensor, factors: Sequence[tuple[torch.Tensor, Dropout | None]], ends: torch.Tensor,
+    index: torch.Tensor | None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """The rows of `x` at `index` (all of them without), and their products with each adapter's factor
+    [groups, in, rank]; dropout is applied to a product's input."""
+    products = []
+    for matrices, dropout in factors:
+        if runs_narrow(x, matrices.shape[2]):
+            from fullshard.models import experts_kernels
+
+            x, h = experts_kernels.narrow_product(x, index, matrices, ends, dropout)
+        else:
+            x = x if index is None else x.index_select(0, index)
+            h = grouped_mm(_dropped(x, dropout), matrices, ends)
+        products.append(h)
+        index = None
+    return (x if index is None else x.index_select(0, index)), products
+
+
+def narrow_outer(
+    h: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, index: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`hᵀ @ x` of each group's rows: [rows, rank] and [rows, size] to [groups, rank, size]. The rows are those of `x`
+    at `index`, if it is given; dropout is applied to them."""
+    if runs_narrow(x, h.shape[1]):
+        from fullshard.models import experts_kernels
+
+        return experts_kernels.narrow_outer(h, x, index, ends, dropout)
+    rows = x if index is None else x.index_select(0, index)
+    return grouped_outer(h, _dropped(rows, dropout), ends)
+
+
+def runs_narrow(x: torch.Tensor, rank: int) -> bool:
+    """Whether products of this rank run kernels of their own: those of more are products like others."""
+    return rank <= NARROW and accelerator.runs_triton(x.device)
+
+
 def _dropped(x: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
     return x if dropout is None else dropout.apply(x)
 
@@ -190,17 +236,16 @@ def backward(
     """The gradients for that of the output of `forward`."""
     ends, tokens = routing.ends, routing.tokens
     by_row = None if weights is None else weights.reshape(-1).index_select(0, routing.order)
-    dy = grad_out if weights is None else grad_out.index_select(0, tokens)
-    d_middle, d_down = _grad_input(dy, down, ends)  # of the sum without weights
+    of_sum = None if weights is None else tokens
+    dy, d_middle, d_down = _grad_input(grad_out, down, ends, index=of_sum)  # of the sum without weights
     d_inner, middle, d_weights = gate.backward(d_middle, saved.inner, by_row)
     del d_middle
     if by_row is not None and down.bias is not None:
         d_weights = d_weights + group_dot(dy, down.bias, ends)
     down_grads = _grad_parameters(middle, dy, down, saved.down, d_down, ends, by_row, wants_down)
     del dy, middle, d_down
-    d_rows, d_up = _grad_input(d_inner, up, ends, wants_x)
-    rows = x.index_select(0, tokens) if wants_up.stack or wants_up.adapters else x
-    up_grads = _grad_parameters(rows, d_inner, up, saved.up, d_up, ends, None, wants_up)
+    d_inner, d_rows, d_up = _grad_input(d_inner, up, ends, wants_x)
+    up_grads = _grad_parameters(x, d_inner, up, saved.up, d_up, ends, None, wants_up, tokens)
     dx = combine(d_rows, None, routing) if wants_x else None
     if weights is not None:
         by_pair = d_weights.index_select(0, routing.position.reshape(-1)).view(weights.shape)
@@ -209,25 +254,31 @@ def backward(
 
 
 def _grad_input(
-    dy: torch.Tensor, projection: Projection, ends: torch.Tensor, wanted: bool = True
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The gradients of a projection's input, and of its adapters' rank-sized activations."""
-    grads = [grouped_mm(dy, one.b, ends) for one in projection.adapters]
+    dy: torch.Tensor, projection: Projection, ends: torch.Tensor, wanted: bool = True,
+    index: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """The rows of `dy` at `index` (all of them without), and the gradients of a projection's input and of its adapters'
+    rank-sized activations. `dy` stands for an input's gradient that is not wanted."""
+    dy, grads = narrow_products(dy, [(one.b, None) for one in projection.adapters], ends, index)
     if not wanted:
-        return dy, grads
+        return dy, dy, grads
     dx = product(dy, projection.stack, ends, not projection.transposed)
     for dh, one in zip(grads, projection.adapters, strict=True):
         add_update(dx, ends, dh, one.a, dropout=one.dropout)
-    return dx, grads
+    return dy, dx, grads
 
 
 def _grad_parameters(
     x: torch.Tensor, dy: torch.Tensor, projection: Projection, saved: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor], ends: torch.Tensor, weights: torch.Tensor | None, wanted: Wanted,
+    index: torch.Tensor | None = None,
 ) -> ProjectionGrads:  # fmt: skip
-    """The gradients of a projection's parameters. If rows have weights, `x` has them already."""
+    """The gradients of a projection's parameters; its input is `x`, or its rows at `index`. If rows have weights, `x`
+    has them already."""
     stack = bias = None
     if wanted.stack:
+        if index is not None:
+            x, index = x.index_select(0, index), None
         stack = grouped_outer(x, dy, ends) if projection.transposed else grouped_outer(dy, x, ends)
     if wanted.bias:
         bias = group_sums(dy, ends, weights)
@@ -235,5 +286,6 @@ def _grad_parameters(
     if wanted.adapters:
         for i, (h, dh, one) in enumerate(zip(saved, grads, projection.adapters, strict=True)):
             weighted = h if weights is None else h * weights[:, None].to(h.dtype)
-            adapters[i] = grouped_outer(dh, _dropped(x, one.dropout), ends), grouped_outer(dy, weighted, ends)
+            of_b = narrow_outer(weighted, dy, ends).transpose(1, 2)
+            adapters[i] = narrow_outer(dh, x, ends, index, one.dropout), of_b
     return ProjectionGrads(stack, bias, adapters)

@@ -43,7 +43,7 @@ from fullshard.planner.optimizer_state import OptimizerMemory, names_apart
 from fullshard.planner.planned_model import planned_model
 from fullshard.planner.request import PlanRequest
 from fullshard.planner.verdict import MOMENTS, cannot_fit, check_state
-from fullshard.sft.adapter import Say
+from fullshard.sft.adapter import Say, quantization
 from fullshard.sft.batches import StepLoader, Steps, describe_shapes
 from fullshard.sft.sft_config import SFTConfig
 
@@ -189,7 +189,7 @@ def estimate_now(run: RunToPlan, usable: int | None) -> Estimate:
 @contextlib.contextmanager
 def described_model(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     """The settings and the place of a model that is like the run's, with as many token rows; for one in memory, its
-    configuration is written to a temporary folder."""
+    configuration is written to a temporary folder. Where the settings have quantized it, they do so in the plan too."""
     config, inner = copy.copy(run.config), get_causal_lm(run.model)
     if run.base is not None:
         if run.grown:
@@ -199,8 +199,11 @@ def described_model(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     if not hasattr(getattr(inner, "config", None), "to_json_file"):
         raise CapacityError(f"{type(inner).__name__} is not a model of transformers.")
     config.torch_dtype = dtype_name(inner.dtype)  # type: ignore[assignment]
+    shape = copy.copy(inner.config)
+    if quantization(config) is not None and hasattr(shape, "quantization_config"):
+        del shape.quantization_config  # it states a dtype of products, which the settings leave open
     with temporary_folder() as folder:
-        inner.config.to_json_file(folder / "config.json")
+        shape.to_json_file(folder / "config.json")
         yield config, folder
 
 

@@ -22,7 +22,7 @@ from fullshard.distributed import runtime
 from fullshard.quant import blocks, sharded_groups
 from fullshard.quant.expert_adapters import Adapters, patch_peft, runs_own_experts
 from fullshard.quant.expert_weights import FusedWeight
-from fullshard.quant.grouped_product import Stack, quantized
+from fullshard.quant.grouped_product import BUFFER, Stack, quantized
 from fullshard.quant.ops import compute_dtype
 from fullshard.quant.sharded_groups import GroupRun, Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
@@ -209,7 +209,7 @@ def dequantize_stack(parts: Parts, shape: tuple[int, ...], scheme: Scheme, dtype
     """Dequantize all experts; meta parts give a meta tensor."""
     out = torch.empty(shape, dtype=dtype, device=parts["packed"].device)
     if not out.is_meta:
-        for rows, values in quantized(scheme, shape, parts).dense_parts(dtype):
+        for rows, values in quantized(scheme, shape, parts).dense_parts(dtype, BUFFER):
             out[:, rows] = values
     return out
 

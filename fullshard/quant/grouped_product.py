@@ -21,13 +21,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from fullshard.device import accelerator
 from fullshard.quant import workspace
 from fullshard.quant.sharded_groups import Scheme
 
 ALIGNMENT = 16
 """Bytes that rows must be a multiple of."""
-LARGEST = 2**31
-"""The largest number of bytes that are dequantized at a time."""
+BUFFER = 2**28
+"""Bytes of matrices that are dequantized at a time, or as many as the rows of the product have."""
 
 DensePart = tuple[slice, torch.Tensor]
 """Some rows of all matrices, and their dense values [groups, rows, columns]."""
@@ -47,9 +48,10 @@ class Stack(NamedTuple):
             return groups, rows, columns
         return _quantized_shape(self.form)[:3]
 
-    def dense_parts(self, dtype: torch.dtype) -> Iterator[DensePart]:
-        """The matrices in `dtype`, all at once or row by row. Each part is valid until the next is asked for."""
-        return KINDS[self.form.partition(":")[0]](self, dtype)
+    def dense_parts(self, dtype: torch.dtype, size: int) -> Iterator[DensePart]:
+        """The matrices in `dtype`, all at once or some rows of each, of about `size` bytes. Each part is valid until
+        the next is asked for."""
+        return KINDS[self.form.partition(":")[0]](self, dtype, size)
 
 
 def quantized(scheme: Scheme, shape: Sequence[int], parts: dict[str, torch.Tensor]) -> Stack:
@@ -65,19 +67,19 @@ def _quantized_shape(form: str) -> tuple[int, int, int, int]:
     return int(groups), int(rows), int(columns), int(blocksize)
 
 
-def _whole(stack: Stack, dtype: torch.dtype) -> Iterator[DensePart]:
+def _whole(stack: Stack, dtype: torch.dtype, size: int) -> Iterator[DensePart]:
     matrices = stack.tensors[0]
     yield slice(0, matrices.shape[1]), matrices.to(dtype)
 
 
-def _dequantized(stack: Stack, dtype: torch.dtype) -> Iterator[DensePart]:
+def _dequantized(stack: Stack, dtype: torch.dtype, most: int) -> Iterator[DensePart]:
     """All matrices in one launch, or a bounded part of each."""
     count, rows, columns, blocksize = _quantized_shape(stack.form)
     scheme = Scheme(stack.form.partition(":")[0], blocksize)
     per, size = scheme.groups(rows * columns), scheme.group
     packed, absmax, nested = (*stack.tensors, None)[:3]
     whole_rows = columns // math.gcd(size, columns)  # so many groups end with a row
-    fitting = LARGEST // (count * size * dtype.itemsize) // whole_rows * whole_rows
+    fitting = most // (count * size * dtype.itemsize) // whole_rows * whole_rows
     step = min(max(fitting, whole_rows), per)
     for first in range(0, per, step):
         last = min(first + step, per)
@@ -97,7 +99,7 @@ def _some(part: torch.Tensor | None, count: int, per: int, first: int, last: int
     return part.view(count, per, -1)[:, first:last].reshape(count * (last - first), -1)
 
 
-KINDS: dict[str, Callable[[Stack, torch.dtype], Iterator[DensePart]]] = {
+KINDS: dict[str, Callable[[Stack, torch.dtype, int], Iterator[DensePart]]] = {
     "dense": _whole,
     "nf4": _dequantized,
     "fp4": _dequantized,
@@ -107,8 +109,9 @@ KINDS: dict[str, Callable[[Stack, torch.dtype], Iterator[DensePart]]] = {
 
 def product(x: torch.Tensor, stack: Stack, ends: torch.Tensor, transposed: bool = False) -> torch.Tensor:
     """`x @ matrixᵀ` of each group's rows, or `x @ matrix` if `transposed`."""
-    outs = []
-    for rows, matrices in stack.dense_parts(x.dtype):
+    outs, (_, rows_of_matrix, columns) = [], stack.shape
+    bytes_of_rows = len(x) * (rows_of_matrix + columns) * x.element_size()
+    for rows, matrices in stack.dense_parts(x.dtype, max(BUFFER, bytes_of_rows)):
         if not transposed:
             outs.append(grouped_mm(x, matrices.transpose(1, 2), ends))
         elif not outs:
@@ -148,12 +151,21 @@ def grouped_outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch
     if _fits(a, b):
         out = F.grouped_mm(a.t(), b, offs=ends)
         if a.is_cuda:  # the kernel need not write what has no terms
-            out.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+            _zero_empty_groups(out, ends)
         return out
     out = a.new_empty(len(ends), a.shape[1], b.shape[1])
     for i, (start, stop) in enumerate(_bounds(ends)):
         torch.mm(a[start:stop].t(), b[start:stop], out=out[i])
     return out
+
+
+def _zero_empty_groups(out: torch.Tensor, ends: torch.Tensor) -> None:
+    if accelerator.runs_triton(out.device):
+        from fullshard.quant import triton_kernels
+
+        triton_kernels.zero_empty_groups(out, ends)
+    else:
+        out.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
 
 
 def group_sums(x: torch.Tensor, ends: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:

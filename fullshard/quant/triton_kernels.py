@@ -1,4 +1,5 @@
-"""Triton kernels for CUDA: the same bits as `blocks.py` and `double_quant.py`, limited by memory bandwidth.
+"""Triton kernels for CUDA: the same bits as `blocks.py` and `double_quant.py`, limited by memory bandwidth, and what
+grouped products need beside torch's.
 
 A thread unpacks one 32-bit word into eight weights, so it reads 4 bytes and writes 16 bytes contiguously. The scale of
 a double-quantized block is computed in the kernel and never stored.
@@ -115,3 +116,27 @@ def _quantize(  # type: ignore[no-untyped-def]
     high, low = tl.split(tl.reshape(code, [ROWS, BLOCK // 2, 2]))
     byte = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     tl.store(packed + byte, ((high << 4) | low).to(tl.uint8), mask=byte * 2 < n)
+
+
+# --- groups without rows ----------------------------------------------------------------------------------------------
+
+ZEROS = 8192
+"""Elements that a program of `zero_empty_groups` writes."""
+
+
+def zero_empty_groups(out: torch.Tensor, ends: torch.Tensor) -> None:
+    """Set the matrices of groups without rows to zero [groups, rows, columns]; `ends` says where their rows end. The
+    others are neither read nor written."""
+    size = out[0].numel()
+    with accelerator.using(out.device):
+        _zero_empty_groups[(triton.cdiv(size, ZEROS), len(ends))](out, ends, size, TILE=ZEROS)
+
+
+@Kernel
+def _zero_empty_groups(out, ends, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    group = tl.program_id(1)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    if tl.load(ends + group) == start:
+        at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        zeros = tl.zeros((TILE,), dtype=tl.float32).to(out.dtype.element_ty)
+        tl.store(out + group.to(tl.int64) * size + at, zeros, mask=at < size)

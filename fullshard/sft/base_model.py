@@ -252,8 +252,8 @@ def attention_implementation(config: SFTConfig, device: torch.device, say: Say, 
 
 def choose_attention(config: SFTConfig, model: Any, device: torch.device, in_memory: bool) -> None:
     """Let a model run our own attention: if the settings ask for it, and on GPUs if they leave it open. One that is
-    `in_memory` may have been made with an implementation of the script's choice: only transformers' default is
-    replaced."""
+    `in_memory` may have been made with an implementation of the script's choice: only transformers' default for its
+    class is replaced."""
     if config.attn_implementation == NAME:
         if not use_own_attention(model):
             raise ConfigError(
@@ -261,8 +261,10 @@ def choose_attention(config: SFTConfig, model: Any, device: torch.device, in_mem
                 f"own; leave the setting out."
             )
         return
-    open_to_choice = not config.attn_implementation and not uses_flash(get_causal_lm(model))
-    if in_memory and getattr(get_causal_lm(model).config, "_attn_implementation", None) != "sdpa":
+    inner = get_causal_lm(model)
+    open_to_choice = not config.attn_implementation and not uses_flash(inner)
+    default = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
+    if in_memory and getattr(inner.config, "_attn_implementation", None) != default:
         open_to_choice = False
     if open_to_choice and accelerator.runs_inductor(device):
         use_own_attention(model)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fullshard.config.errors import ConfigError
+from fullshard.device import accelerator
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import require_equal
 from fullshard.optim import check_sharded_updates as optimizer_trial
@@ -108,7 +109,7 @@ def make_optimizer(
     try:
         return _optimizer(model, config, kind, options, decayed)
     except RuntimeError as error:
-        runtime.warn_once("fused", f"no fused AdamW for these parameters ({error}); the plain one is used")
+        runtime.warn_once("fused", f"no fused {kind.__name__} for these parameters ({error}); the plain one is used")
         return _optimizer(model, config, kind, {**options, "fused": None}, decayed)
 
 
@@ -135,6 +136,8 @@ def class_and_options(config: SFTConfig) -> tuple[Any, dict[str, Any]]:
 
         return Adafactor, options | {"scale_parameter": False, "relative_step": False}
     kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
+    if config.optim == "sgd" and not options.get("momentum") and accelerator.is_accelerator(runtime.device()):
+        options["fused"] = True  # one that is skipped in the first step would leave momentum without values
     return kinds[config.optim], options
 
 

@@ -149,7 +149,8 @@ class SFTConfig(
     """The coefficient of the routers' auxiliary loss in a mixture of experts; the model's own if not set, 0 leaves the
     auxiliary loss out."""
     loss_chunk_tokens: int = 0
-    """Tokens per chunk; 0 chooses: on GPUs an eighth of the tokens, at least 256, in at most 256 MiB of logits."""
+    """Tokens per chunk; 0 chooses: on GPUs an eighth of the tokens, at least 256, in at most 256 MiB of logits (more
+    if the head trains)."""
     log_entropy: bool = False
     """Log the mean entropy of the predictions too, as TRL does: `entropy` and `eval_entropy`."""
     torch_compile: bool | None = None

@@ -42,7 +42,7 @@ DTensor.data = DATA
 custom_op_handlers()[aten._amp_foreach_non_finite_check_and_unscale_.default] = unscale
 
 # torch finds the layout of every tensor of a fused optimizer's lists, and looks each up again for the result.
-for _update in (aten._fused_adamw_.default, aten._fused_adam_.default):
+for _update in (aten._fused_adamw_.default, aten._fused_adam_.default, aten._fused_sgd_.default):
     custom_op_handlers()[_update] = fused_update
 
 

@@ -303,6 +303,7 @@ IN_LISTS = {
     "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
 }
 
@@ -311,7 +312,8 @@ IN_LISTS = {
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("sgd", "adamw-fused") else n for n in IN_LISTS]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("sgd", "sgd-fused", "adamw-fused") else n for n in IN_LISTS],
 )
 def test_optimizers_of_sharded_and_ignored_parameters(strategy, name):
     """Every rank sees all rows, as nobody adds up the gradients of ignored modules."""

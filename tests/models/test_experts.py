@@ -285,8 +285,9 @@ def test_a_stack_in_parts_has_the_values_of_the_whole(monkeypatch: pytest.Monkey
     stack = grouped_product.quantized(Scheme(double=True), weight.shape, parts)
     x, dy = torch.randn(9, 96), torch.randn(9, 1024)
     whole = grouped_product.product(x, stack, ends), grouped_product.product(dy, stack, ends, transposed=True)
-    monkeypatch.setattr(grouped_product, "LARGEST", 3 * 3 * 16384 * 4)
-    found = list(stack.dense_parts(torch.float32))
+    size = 3 * 3 * 16384 * 4
+    monkeypatch.setattr(grouped_product, "BUFFER", size)
+    found = list(stack.dense_parts(torch.float32, size))
     assert [rows for rows, _ in found] == [slice(0, 512), slice(512, 1024)]
     torch.testing.assert_close(grouped_product.product(x, stack, ends), whole[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(grouped_product.product(dy, stack, ends, transposed=True), whole[1], rtol=0, atol=1e-4)

@@ -15,6 +15,8 @@ from fullshard.lora.fused_dropout import Dropout
 from fullshard.models import experts_kernels, experts_math
 from fullshard.models.experts_gate import Gate
 from fullshard.models.experts_math import Routing
+from fullshard.quant import triton_kernels
+from fullshard.quant.grouped_product import grouped_mm, grouped_outer
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 ENDS = {
@@ -63,6 +65,37 @@ def test_dropout_of_an_update_is_the_mask_of_the_input() -> None:
     x = draw(ROWS, SIZE)
     dropped = fused_kernels.apply_dropout(x, dropout.seed, dropout.threshold, dropout.scale)
     torch.testing.assert_close(dropped, x * mask * dropout.scale)
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("rank", [8, 24])
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("drops", [False, True])
+def test_narrow_products(ends: list[int], rank: int, gathers: bool, drops: bool) -> None:
+    torch.manual_seed(0)
+    end, there = torch.tensor(ends, dtype=torch.int32, device=DEVICE), slice(ends[-1])
+    x, index = draw(40 if gathers else ROWS, SIZE), torch.randint(0, 40, (ROWS,), device=DEVICE)
+    place, rows = (index, x[index]) if gathers else (None, x)
+    dropout = Dropout(torch.tensor([2**40 + 3], device=DEVICE), 0.3) if drops else None
+    scaled = rows
+    if dropout is not None:
+        scaled = fused_kernels.dropped(rows, dropout.seed, dropout.threshold, dropout.scale)
+    for matrices in (draw(4, SIZE, rank), draw(4, rank, SIZE).transpose(1, 2)):
+        copied, h = experts_kernels.narrow_product(x, place, matrices, end, dropout)
+        assert torch.equal(copied[there], rows[there])
+        torch.testing.assert_close(h[there], grouped_mm(scaled, matrices, end)[there], rtol=1e-4, atol=1e-4)
+    outer = experts_kernels.narrow_outer(h, x, place, end, dropout)
+    torch.testing.assert_close(outer, grouped_outer(h, scaled, end), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("shape", [(4, 3, 5), (4, 70, 90)])
+def test_only_groups_without_rows_become_zero(ends: list[int], shape: tuple[int, ...]) -> None:
+    end, out = torch.tensor(ends, dtype=torch.int32, device=DEVICE), draw(*shape)
+    empty = end.diff(prepend=end.new_zeros(1)) == 0
+    expected = out.masked_fill(empty[:, None, None], 0)
+    triton_kernels.zero_empty_groups(out, end)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPTJConfig, GPTJForCausalLM, TrainingArguments
+from transformers import GPTJConfig, GPTJForCausalLM, GptOssConfig, GptOssForCausalLM, TrainingArguments
 
 from fullshard.config.errors import ConfigError
 from fullshard.models.attention import is_own
@@ -68,6 +68,16 @@ def test_attention_is_our_own_on_gpus_unless_another_is_asked_for(
     assert not is_own(model.config), "on a CPU transformers chooses"
     choose_attention(config, model, torch.device("cuda"), given)
     assert is_own(model.config) is own
+
+
+def test_a_model_in_memory_has_the_default_of_its_class(tmp_path: Path) -> None:
+    """Classes that SDPA does not serve are made with transformers' eager attention, which keeps all scores."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "head_dim": 4}
+    shape = GptOssConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)
+    model = GptOssForCausalLM(shape)
+    assert model.config._attn_implementation == "eager"
+    choose_attention(settings(tmp_path), model, torch.device("cuda"), in_memory=True)
+    assert is_own(model.config)
 
 
 def test_a_model_with_an_attention_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
