@@ -302,6 +302,7 @@ def in_a_process(name: str, who: str, options: argparse.Namespace) -> dict[str, 
         return {"error": f"more than {options.timeout} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     if not lines:
+        print(done.stderr[-4000:], file=sys.stderr, flush=True)
         return {"error": (done.stderr.strip().splitlines() or ["it gave no result"])[-1][:200]}
     return json.loads(lines[-1].removeprefix(RESULT))
 
