@@ -33,6 +33,11 @@ def has_backend_for(group: dist.ProcessGroup, device_type: str) -> bool:
     return device_type in device_types(group)
 
 
+def is_simulated(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group's other ranks exist in name only (torch's fake process group, for measurements)."""
+    return "fake" in str(dist.get_backend_config(group)).lower()
+
+
 def coalesces(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether the group's backend for the device can issue several collectives as one launch."""
     return bool(backend_for(group, device.type).supports_coalescing)

@@ -124,8 +124,8 @@ def difference(saved: Identity, here: Identity) -> str:
 # --- config.json ----------------------------------------------------------------------------------------------------
 
 NO_COMPUTATION = re.compile(
-    r"^_|name_or_path$|^transformers_version$|dtype$|^use_cache$|_token_id$|^(id2label|label2id|problem_type)$|"
-    r"^output_|^return_dict|(attn|experts)_implementation$|^auto_map$|^task_specific_params$|^initializer_range$"
+    r"^_|name_or_path$|^transformers_version$|^architectures$|dtype$|^use_cache$|_token_id$|^output_|"
+    r"^(id2label|label2id|problem_type)$|^return_dict|(attn|experts)_implementation$|^auto_map$|^task_specific_params$|^initializer_range$"
 )
 """Settings in a `config.json` that do not change what the model computes from tokens, or that a run chooses itself."""
 

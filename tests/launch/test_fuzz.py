@@ -27,11 +27,11 @@ import torch
 
 from fullshard import cli
 from fullshard.config.options import Option, options_of
-from fullshard.launch import agent, command, sft_command
+from fullshard.launch import agent, command, preview, sft_command
 from fullshard.launch.config import launch_options
 from fullshard.launch.plan_command import plan_options
 from fullshard.parallel.settings import EngineSettings
-from fullshard.sft import base_model, preview, trainer
+from fullshard.sft import base_model, trainer
 from fullshard.sft.cli_args import command_options
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.sft.tiny import make_folder

@@ -79,7 +79,7 @@ def test_narrow_products(ends: list[int], rank: int, gathers: bool, drops: bool)
     dropout = Dropout(torch.tensor([2**40 + 3], device=DEVICE), 0.3) if drops else None
     scaled = rows
     if dropout is not None:
-        scaled = fused_kernels.dropped(rows, dropout.seed, dropout.threshold, dropout.scale)
+        scaled = fused_kernels.apply_dropout(rows, dropout.seed, dropout.threshold, dropout.scale)
     for matrices in (draw(4, SIZE, rank), draw(4, rank, SIZE).transpose(1, 2)):
         copied, h = experts_kernels.narrow_product(x, place, matrices, end, dropout)
         assert torch.equal(copied[there], rows[there])

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.device.torch_private import default_store
-from fullshard.distributed import runtime
+from fullshard.distributed import groups, runtime
 from fullshard.distributed.processes import Process, state_of
 from fullshard.distributed.watchdog import abort, heartbeat, investigate, rank_state
 from fullshard.distributed.watchdog.diagnosis import Failure
@@ -51,7 +51,7 @@ class WatchThreads:
     def start(cls) -> WatchThreads | None:
         """Start the threads of this process; None where there are no other ranks."""
         store, world = default_store(), dist.group.WORLD
-        if runtime.world_size() == 1 or "fake" in str(dist.get_backend_config(world)).lower():
+        if runtime.world_size() == 1 or groups.is_simulated(world):
             return None
         with contextlib.suppress(Exception):
             store = store.clone()  # a connection of its own, where the store has such: no other wait blocks it
