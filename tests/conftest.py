@@ -46,6 +46,8 @@ if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 skips = collections.Counter[str]()
 """How many tests and modules were skipped, by reason."""
+lacking: set[str] = set()
+"""The reasons of files that need a library which machines for GPUs and for XLA may lack."""
 notes: list[str] = []
 """What the tests noted (`pool.note`)."""
 
@@ -76,7 +78,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     if report.outcome != "skipped" or hasattr(report, "wasxfail") or not isinstance(report.longrepr, tuple):
         return ""
     text = report.longrepr[2].removeprefix("Skipped: ")
-    reason = next((reason for reason in REASONS if text.startswith(reason)), "")
+    reason = next((reason for reason in (*REASONS, *lacking) if text.startswith(reason)), "")
     if not reason:
         report.outcome = "failed"
         report.longrepr = f"{report.nodeid} would be skipped: {text!r}; REASONS in tests/conftest.py has no such reason"
@@ -122,6 +124,7 @@ def pytest_make_collect_report(
         missing = [name for name in ORACLES if f"No module named '{name}'" in str(report.longrepr)]
         if missing:
             report.outcome = "skipped"
+            lacking.add(f"needs {missing[0]}")
             report.longrepr = (str(collector.path), 1, f"Skipped: needs {missing[0]}")
     return report
 

@@ -45,14 +45,15 @@ def make_folder(place: Path, rows: int = 60, **changes: Any) -> Path:
 
 
 def children_of(parent: int) -> list[int]:
-    """The processes that a process (a launcher) has started."""
+    """The ranks that a launcher has started; not its guard."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 started_by = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                is_guard = b"guard.py" in (entry / "cmdline").read_bytes()
             except (OSError, IndexError):
                 continue
-            if started_by == parent:
+            if started_by == parent and not is_guard:
                 found.append(int(entry.name))
     return sorted(found)
