@@ -35,6 +35,9 @@ class PlanOptions(MachineOptions):
 
     search: bool = False
     """Rank the settings that fit this machine by estimated speed, each with the YAML that runs it."""
+    longest: bool = False
+    """Find the longest rows that fit this machine with these settings, what limits them, and how long they can be with
+    changes that cost time alone."""
     allow: tuple[str, ...] = option((), kind=tuple, metavar="lora,qlora,fp8,…")
     """What the search may change beside strategy, offload, checkpointing and micro-batch."""
     routing_imbalance: float = 1.0
@@ -43,6 +46,8 @@ class PlanOptions(MachineOptions):
     """Print one JSON object; docs/planning.md describes it."""
 
     def __post_init__(self) -> None:
+        if self.search and self.longest:
+            raise ConfigError("search and longest are two questions; ask one at a time.")
         if not 1 <= self.routing_imbalance < math.inf:
             raise ConfigError(
                 f"routing_imbalance is {self.routing_imbalance:g}; expected 1 (balanced) or more: how many times the "
@@ -66,7 +71,7 @@ def plan(words: Sequence[str]) -> int:
         return 0
     engines.require("plans", "fullshard plan")
     request, options = read_request(words)
-    return search(request, options) if options.search else show(request, options)
+    return (search if options.search else longest if options.longest else show)(request, options)
 
 
 def show(request: PlanRequest, options: PlanOptions) -> int:
@@ -96,6 +101,22 @@ def search(request: PlanRequest, options: PlanOptions) -> int:
         print_text(json.dumps(result.to_json(), default=str))
     else:
         print_search(result)
+    return EXIT_CODES[result.fits]
+
+
+def longest(request: PlanRequest, options: PlanOptions) -> int:
+    """Print the longest rows that fit the machine."""
+    from fullshard.distributed.console import Terminal
+    from fullshard.planner.estimate import Estimator
+    from fullshard.planner.longest import find_longest
+    from fullshard.planner.tables import print_longest
+
+    with Terminal(stderr=True).status("searching") as status:
+        result = find_longest(request, Estimator(), lambda what: status.update(f"trying {what}"))
+    if options.json:
+        print_text(json.dumps(result.to_json(), default=str))
+    else:
+        print_longest(result)
     return EXIT_CODES[result.fits]
 
 

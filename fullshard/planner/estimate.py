@@ -19,6 +19,8 @@ from fullshard.activations.levels import Level, LevelChoice
 from fullshard.config.errors import CapacityError
 from fullshard.fsdp.plan import ShardingPlan, UnitPlan
 from fullshard.fsdp.strategy import dtype_name
+from fullshard.models.causal_lm import get_causal_lm
+from fullshard.models.rope_scaling import longest_document
 from fullshard.parallel.settings import KEEPING
 from fullshard.planner.batch import BatchShape, assumed_length, evaluation_shape, largest_shape
 from fullshard.planner.machines import Machine
@@ -80,6 +82,8 @@ class Estimate:
     """How long each part of planning took."""
     choice: LevelChoice[str] | None = None
     """What decided the levels under a budget; None without one."""
+    positions: int | None = None
+    """The positions that the model has; None if their number is not limited."""
 
     @property
     def tokens(self) -> int:
@@ -219,7 +223,7 @@ class Estimator:
         return Estimate(
             name, machine, config.changed(), planned.plan, planned.parameters, batch, planned.layers, tuple(levels),
             memory, traffic, steps, flops, judge(memory, machine, untraced), (*lines, *steps.assumptions),
-            dict(self.seconds), choice,
+            dict(self.seconds), choice, longest_document(get_causal_lm(planned.model).config),
         )  # fmt: skip
 
     def _planned(self, request: PlanRequest) -> PlannedModel:

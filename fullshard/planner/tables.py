@@ -12,6 +12,7 @@ from fullshard.activations.levels import describe_levels
 from fullshard.config.byte_size import memory_size
 from fullshard.distributed.console import Terminal
 from fullshard.planner.estimate import Estimate
+from fullshard.planner.longest import LongestRows
 from fullshard.planner.memory import MemoryEstimate
 from fullshard.planner.search import Candidate, SearchResult
 
@@ -86,6 +87,41 @@ PARTS = (
 )  # fmt: skip
 """The order of parts of memory."""
 COLORS = {True: "bold green", False: "bold red", None: "bold yellow"}
+
+
+def print_longest(result: LongestRows, console: Console | None = None) -> None:
+    """Print how long rows can be; without colors unless the output is a terminal."""
+    console = console or Terminal()
+    first, rows = result.stages[0], result.request.config.per_device_train_batch_size
+    verdict = first.estimate.verdict
+    if not verdict.certain:
+        console.print(Text("\n".join(verdict.sentences())))
+        return
+    if first.length:
+        console.print(
+            Text(f"The longest rows that fit: {first.length:,} tokens, {rows} in a micro-batch.", "bold green")
+        )
+    else:
+        console.print(Text("No rows fit with these settings.", "bold red"))
+    console.print(Text(f"What limits them is {first.limit}."))
+    longest = result.stages[-1].length
+    if result.positions is not None and longest > result.positions:
+        console.print(Text(f"The model has {result.positions:,} positions; for longer documents see rope_scaling."))
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="", pad_edge=False)
+    for name in ("longest", "tokens/s", "device memory", "host memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("settings")
+    for stage in result.stages:
+        needs = stage.estimate.verdict
+        table.add_row(
+            f"{stage.length:,}", f"{stage.estimate.time.tokens_per_second:,.0f}", memory_size(needs.needs),
+            memory_size(needs.needs_host), stage.words.replace(", ", "\n") or "as they are",
+        )  # fmt: skip
+    console.print(table)
+    if len(result.stages) > 1:
+        console.print()
+        console.print(Text(f"What limits the last is {result.stages[-1].limit}."))
 
 
 def print_estimate(estimate: Estimate, console: Console | None = None) -> None:

@@ -72,6 +72,21 @@ class Verdict:
         """Whether host memory is enough."""
         return self.needs_host <= self.has_host
 
+    @property
+    def when(self) -> str:
+        """The moment of the peak, in words."""
+        return MOMENTS.get(self.moment, self.moment)
+
+    @property
+    def largest_parts(self) -> str:
+        """The three largest parts of the peak, in words."""
+        return ", ".join(f"{part} {memory_size(count)}" for part, count in list(self.parts.items())[:3] if count)
+
+    @property
+    def what_is_short(self) -> str:
+        """Which memory is not enough, and what fills it."""
+        return f"device memory {self.when}: {self.largest_parts}" if not self.device_fits else "host memory"
+
     def sentences(self) -> list[str]:
         """The verdict in plain words: fits or not and by how much, because of what, and what would help."""
         if self.fits is None:
@@ -99,10 +114,7 @@ class Verdict:
         return f"Fits: each device needs {needs} of {has}, {apart} to spare ({1 - self.needs / self.has:.0%})."
 
     def _reason(self) -> list[str]:
-        largest = [f"{part} {memory_size(count)}" for part, count in list(self.parts.items())[:3] if count]
-        if not largest:
-            return []
-        return [f"The peak is {MOMENTS.get(self.moment, self.moment)}: {', '.join(largest)}."]
+        return [f"The peak is {self.when}: {largest}."] if (largest := self.largest_parts) else []
 
     def _advice(self) -> list[str]:
         if self.fits:

@@ -110,8 +110,25 @@ def test_what_is_unknown_has_an_exit_code_of_its_own(
     assert found["memory"] is found["time"] is found["flops_per_token"] is found["verdict"]["needs"] is None
     assert command(monkeypatch, "plan", "model", "--machine", "h200", "--search") == 3
     assert "cannot be planned" in capsys.readouterr().out
+    assert command(monkeypatch, "plan", "model", "--machine", "h200", "--longest") == 3
+    assert capsys.readouterr().out.startswith("Unknown")
     assert command(monkeypatch, "plan", "model", "--machine", "h200", "--device_memory", "1MiB") == 1
     assert command(monkeypatch, "plan", "model", "--machine", "h200", "--num_processes", "0") == 2
+
+
+def test_rows_of_the_length_that_is_found_fit_and_longer_ones_do_not(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("plan", "model", "--machine", "h100", "--device_memory", "1200MiB")
+    assert command(monkeypatch, *words, "--longest", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    first, *others = found["longest"]
+    assert first["settings"] == {} and [one["length"] for one in others] == sorted({one["length"] for one in others})
+    assert command(monkeypatch, *words, "--max_length", str(first["length"])) == 0
+    assert command(monkeypatch, *words, "--max_length", str(int(first["length"] * 1.04) + 128)) == 1
+    capsys.readouterr()
+    assert command(monkeypatch, "plan", "model", "--machine", "h100", "--device_memory", "1MiB", "--longest") == 1
+    assert capsys.readouterr().out.startswith("No rows fit with these settings.")
 
 
 @pytest.mark.slow
@@ -196,6 +213,7 @@ CASES = [
     ("model --machine h100 --num_machines 2 --num_processes 8 --gpus_per_node 8", "leave one of them out"),
     ("model --machine h100 --use_cpu", "use_cpu is on, but --machine h100 has GPUs"),
     ("model --machine h100 --routing_imbalance 0.5", "routing_imbalance is 0.5; expected 1 (balanced) or more"),
+    ("model --machine h100 --search --longest", "search and longest are two questions"),
     ("model --machine h100 --search --allow lra", "allow names 'lra'; did you mean lora?"),
     ("model --machine h100 --bf16 --fp16", "bf16 and fp16 are both on"),
     ("model --machine h100 --per_device_train_batch_size 0", "per_device_train_batch_size is 0; expected 1 or more"),
