@@ -117,10 +117,8 @@ def exchange(value: T, what: str, *, watched: bool = True) -> list[T]:
     """
     if _alone.get():
         return [value]
-    if runtime.world_size() == 1:
-        runtime.use_spmd()
-        return [value]
-    if is_simulated(dist.group.WORLD):
+    runtime.use_spmd()
+    if runtime.world_size() == 1 or is_simulated(dist.group.WORLD):
         return [value]
     watch.doing(what)
     group = host_group()
