@@ -32,7 +32,7 @@ from fullshard.lora.language_model import train_language_model, whole_class
 from fullshard.lora.model_size import dense_line
 from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.quant.config import Quantization
+from fullshard.quant.config import check_quantization
 from fullshard.quant.quantize import quantize_model
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.weights import export as export  # makes model.save_pretrained of wrapped models stream
@@ -120,7 +120,7 @@ def load_pretrained(
         model.eval()
         packed = quantization_config or getattr(model.config, "quantization_config", None)
         if packed is not None:
-            quantize_model(model, packed, {name: entry.shape for name, entry in opened[0].entries.items()})
+            quantize_model(model, packed, opened[0].entries)
             runtime.get_logger().info("%s", dense_line(model))
         before = set(model.state_dict())
         prefix = ""
@@ -163,7 +163,7 @@ def read_config(where: Path, user_config: Any, trust_remote_code: bool) -> Any:
     except Exception as error:  # damaged files raise errors of many kinds
         raise WeightsError(f"{directory} has no usable config.json: {one_line(error)}") from error
     if (packed := getattr(config, "quantization_config", None)) is not None:
-        Quantization.of(packed)  # raises if the stored quantization is not supported
+        check_quantization(packed)
     return config
 
 

@@ -263,7 +263,13 @@ class _Matcher:
             lacking = [names[t] for t, reader in readers.items() if reader is None]
             # These modules cannot be initialized, so this is an error even if not strict.
             self.plan.problems.unconvertible += [(n, f"{type(module).__name__} needs it") for n in lacking]
-            if all(self._fits(names[t], readers[t], self.file_shapes[names[t]]) for t in names):
+            if (check := getattr(module, "check_reader", None)) is not None:
+                wrong = [(names[t], check(t, reader)) for t, reader in readers.items() if reader is not None]
+                self.plan.problems.unconvertible += [(n, why) for n, why in wrong if why]
+                fits = not lacking and not any(why for _, why in wrong)
+            else:
+                fits = all(self._fits(names[t], readers[t], self.file_shapes[names[t]]) for t in names)
+            if fits:
                 parameters = {n: self.by_site[module, n] for n in module.made_parameters()}
                 self.plan.self_loading.append((module, readers, parameters))  # type: ignore[arg-type]
 
