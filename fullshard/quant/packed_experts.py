@@ -56,7 +56,8 @@ class PackedExperts(nn.Module):
         experts.fused = {name: tuple(parameters_of(module)[name].shape) for name in names}
         experts.dtype = parameters_of(module)[names[0]].dtype
         experts.running_dtype, experts.adapters = None, {}
-        module.__class__ = _class_of(cls, experts.plain, tuple(names))
+        kind: Any = cls
+        module.__class__ = _class_of(kind, experts.plain, tuple(names))
         return experts
 
     def _set_parts(self, name: str, parts: Mapping[str, torch.Tensor]) -> None:
@@ -135,7 +136,7 @@ class PackedExperts(nn.Module):
         dense = {name: self.dequantize(name, dtype) for name in self.fused}
         for name in self.made_parameters():
             del parameters_of(self)[name]
-        self.__class__ = self.plain  # type: ignore[assignment]
+        self.__class__ = self.plain
         for name, weight in dense.items():
             parameters_of(self)[name] = nn.Parameter(weight, requires_grad=False)
         return self

@@ -225,7 +225,7 @@ def _compressed(name: str, stored_as: str | None, weights: Mapping[str, Any]) ->
     }  # fmt: skip
     if strategy not in blocks or len(blocks[strategy]) != 2:
         raise QuantizationError(f"{where} has strategy {strategy!r}; expected one of {', '.join(blocks)}")
-    block: tuple[int, int] = blocks[strategy]  # type: ignore[assignment]
+    block: tuple[int, int] = blocks[strategy]
     shared = {"tensor": "by tensor", "channel": "by channel", "block": f"{block[0]}x{block[1]}"}.get(
         strategy, f"groups of {group}"
     )

@@ -99,18 +99,18 @@ class StoredLinear(QuantizedLinear):
         out_features: int,
         bias: bool = True,
         *,
-        form: StoredFormat,
+        stored: StoredFormat,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a dense weight
-        self.stored = StoredWeight(form, out_features, in_features)
+        self.stored_weight = StoredWeight(stored, out_features, in_features)
         self._set_up(in_features, out_features, bias, None, device, dtype)
 
     @classmethod
     def of(cls, linear: Any, form: StoredFormat, linear_form: LinearForm | None = None) -> StoredLinear:
         """A layer in the place of a dense one on the meta device."""
-        layer, _ = cls._like(linear, linear_form, form=form)
+        layer, _ = cls._like(linear, linear_form, stored=form)
         return layer
 
     # --- the weight ---------------------------------------------------------------------------------------------------
@@ -118,45 +118,45 @@ class StoredLinear(QuantizedLinear):
     @property
     def FORMAT(self) -> str:  # type: ignore[override]  # noqa: N802
         """The name of the format in messages."""
-        return self.stored.format.name
+        return self.stored_weight.format.name
 
     def stored_weights(self) -> dict[str, StoredWeight]:
         """The weights in files, by the name of the dense one."""
-        return {"weight": self.stored}
+        return {"weight": self.stored_weight}
 
     def part_shapes(self) -> dict[str, tuple[int, int]]:
         """The shapes of the parameters."""
-        return self.stored.part_shapes()
+        return self.stored_weight.part_shapes()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._dense(self.whole_parts(), dtype or self.dtype)
 
     def _dense(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        tensors = [parts[part] for part in self.stored.parts]
+        tensors = [parts[part] for part in self.stored_weight.parts]
         out = torch.empty(self.shape, dtype=dtype, device=tensors[0].device)
-        return decode(self.stored.format.coding, tensors, Tile(1, *self.shape), out)
+        return decode(self.stored_weight.format.coding, tensors, Tile(1, *self.shape), out)
 
     def base_form(self) -> tuple[str, list[torch.Tensor]]:
         """The weight for `base_product`."""
-        return self.stored.form, list(self.parts.values())
+        return self.stored_weight.form, list(self.parts.values())
 
     # --- loading: the protocol of `weights/transforms.py` -------------------------------------------------------------
 
     def file_tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors that files store."""
-        return stored_files.file_shapes(self.stored, "weight")
+        return stored_files.file_shapes(self.stored_weight, "weight")
 
     def check_reader(self, tensor: str, reader: Any) -> str | None:
         """What is wrong with a file tensor; None if it fits."""
-        names = stored_files.file_names(self.stored, "weight")
+        names = stored_files.file_names(self.stored_weight, "weight")
         part = next(part for part, name in names.items() if name == tensor)
-        return stored_files.check_reader(self.stored, part, reader)
+        return stored_files.check_reader(self.stored_weight, part, reader)
 
     def read_files(self, readers: Any, pieces: Any) -> dict[str, torch.Tensor]:
         """Read only this rank's rows of each part."""
-        names = stored_files.file_names(self.stored, "weight")
+        names = stored_files.file_names(self.stored_weight, "weight")
         return {
-            part: stored_files.read_rows(self.stored, part, readers[name], pieces[part].rows)
+            part: stored_files.read_rows(self.stored_weight, part, readers[name], pieces[part].rows)
             for part, name in names.items()
         }
 
@@ -166,14 +166,14 @@ class StoredLinear(QuantizedLinear):
             pieces[part].local.copy_(value)
 
     def from_files(self, readers: Any, device: torch.device) -> torch.Tensor:
-        names = stored_files.file_names(self.stored, "weight")
-        parts = stored_files.read_weight(self.stored, {part: readers[name] for part, name in names.items()})
+        names = stored_files.file_names(self.stored_weight, "weight")
+        parts = stored_files.read_weight(self.stored_weight, {part: readers[name] for part, name in names.items()})
         return self._dense({part: value.to(device) for part, value in parts.items()}, self.dtype)
 
     def as_files(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors that files store, from the whole parts."""
-        names = stored_files.file_names(self.stored, "weight")
-        return {name: stored_files.as_file_tensor(self.stored, part, values[part]) for part, name in names.items()}
+        names = stored_files.file_names(self.stored_weight, "weight")
+        return {name: stored_files.as_file_tensor(self.stored_weight, part, values[part]) for part, name in names.items()}
 
     # --- computing ----------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ CUDA tensors are unpacked by `stored_kernels.py`, which gives the same bits.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -216,7 +217,7 @@ def _nearest(codes: str, scaled: torch.Tensor) -> torch.Tensor:
     if codes == "e4m3":
         return scaled.clamp(-LARGEST[codes], LARGEST[codes]).to(torch.float8_e4m3fn).view(torch.uint8)
     if codes == "e2m1":
-        bounds = torch.tensor([(a + b) / 2 for a, b in zip(_E2M1, _E2M1[1:], strict=False)])
+        bounds = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(_E2M1)])
         size = scaled.abs()
         low = torch.bucketize(size, bounds)  # a bound belongs to the value below it
         tie = (low < len(bounds)) & (size == bounds[low.clamp(max=len(bounds) - 1)]) & (low % 2 == 1)

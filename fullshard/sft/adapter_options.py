@@ -65,6 +65,9 @@ class AdapterOptions:
     base_dtype: Literal["fp8"] | None = None
     """The dtype of the frozen linear weights, which are quantized while loading: fp8 halves their memory, and GPUs that
     multiply in fp8 (Ada, Hopper and later) train about 1.4 times as fast. Not set, they keep the model's dtype."""
+    dequantize: bool = False
+    """Train a model that is shipped in few bits (MXFP4, fp8 blocks, compressed-tensors) in its dense values: each rank
+    unpacks its own part while loading. Otherwise such weights stay frozen as they are stored, and adapters train."""
     use_4bit_quantization: bool = option(
         False, elsewhere=("load_in_4bit", "qlora", "use_qlora", "use_4bit", "quantization_bit")
     )

@@ -1,4 +1,5 @@
-"""`Unpacked`: a dense weight that files store in a released model's format, unpacked slice by slice while it is read."""
+"""`Unpacked`: a dense weight that files store in a released model's format, unpacked slice by slice while it is
+read."""
 
 from __future__ import annotations
 
