@@ -168,8 +168,8 @@ class PackedExperts(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> PackedExperts:
         if requires_grad:
             raise QuantizationError(
-                f"{self.format} experts are frozen and cannot be trained. Add adapters (LoRA, target_parameters) to train, or "
-                "load the model without quantization"
+                f"{self.format} experts are frozen and cannot be trained. Add adapters (LoRA, target_parameters) to "
+                f"train, or load the model without quantization"
             )
         return super().requires_grad_(False)
 

@@ -40,8 +40,9 @@ def quantize_model(
     The output head and `llm_int8_skip_modules` stay dense. On the meta device the new layers get their values when the
     model is loaded; `stored` then has the tensors in the files by name, each with a shape and a dtype, so that weights
     stored in few bits are read as they are. A released model's `quantization_config` (MXFP4, fp8 blocks,
-    compressed-tensors) keeps the formats of its files; with `unpack` these are unpacked while loading. With "fp8" as the configuration, linear layers become `FP8Linear`; fused experts and
-    layers whose sizes are not multiples of 16 stay dense.
+    compressed-tensors) keeps the formats of its files; with `unpack` they are unpacked while loading. With "fp8" as the
+    configuration, linear layers become `FP8Linear`; fused experts and layers whose sizes are not multiples of 16 stay
+    dense.
     """
     engines.require("quantized weights", "quantization of weights (4-bit, fp8)")
     _check(model)

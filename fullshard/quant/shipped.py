@@ -133,7 +133,7 @@ def _rank(targets: Sequence[str], name: str, classes: Sequence[str]) -> int | No
 
 def _as_stored(form: StoredFormat, stored: Mapping[str, Tensor]) -> StoredFormat:
     end = form.suffixes["scales"]
-    dtypes = {t.dtype for key, t in stored.items() if key.endswith(f"weight{end}") or key.endswith(f"_proj{end}")}
+    dtypes = {t.dtype for key, t in stored.items() if key.endswith((f"weight{end}", f"_proj{end}"))}
     kinds = {SCALES[dtype] for dtype in dtypes if dtype in SCALES}
     if len(kinds) > 1:
         raise QuantizationError(

@@ -75,8 +75,8 @@ def _checked(name: str, weight: StoredWeight) -> StoredWeight:
     width = weight.format.coding.block[1]
     if weight.format.coding.block[0] == 1 and width and weight.columns % width:
         raise QuantizationError(
-            f"{name}: {weight.columns} columns are no multiple of the {width} that share a scale in {weight.format.name}; "
-            f"check group_size in quantization_config"
+            f"{name}: {weight.columns} columns are no multiple of the {width} that share a scale in "
+            f"{weight.format.name}; check group_size in quantization_config"
         )
     return weight
 
@@ -111,7 +111,7 @@ def _experts(
     """The modules with quantized fused experts, and their weights."""
     for name, module in list(model.named_modules()):
         weights = {}
-        for own, parameter in fused_experts(module):
+        for own, _ in fused_experts(module):
             parts = [f"{name}.0.{part}" for part in _OF_EXPERT.get(own, (own,))]
             if any(shipped.kept(one, ("Linear",)) for one in (name, *parts)) or _is_dense(stored, f"{name}.{own}"):
                 continue

@@ -35,8 +35,8 @@ def check_reader(weight: StoredWeight, part: str, reader: Any) -> str | None:
         return None
     expected = " or ".join(dtype_name(dtype) for dtype in dtypes)
     return (
-        f"found {dtype_name(reader.dtype)} {list(reader.shape)}, expected {expected} {list(shape)} for {weight.format.name} "
-        f"weights of shape {list(weight.shape)}; check quantization_config in config.json"
+        f"found {dtype_name(reader.dtype)} {list(reader.shape)}, expected {expected} {list(shape)} for "
+        f"{weight.format.name} weights of shape {list(weight.shape)}; check quantization_config in config.json"
     )
 
 

@@ -116,7 +116,7 @@ class StoredLinear(QuantizedLinear):
     # --- the weight ---------------------------------------------------------------------------------------------------
 
     @property
-    def FORMAT(self) -> str:  # type: ignore[override]  # noqa: N802
+    def FORMAT(self) -> str:  # type: ignore[override]
         """The name of the format in messages."""
         return self.stored_weight.format.name
 
@@ -173,7 +173,9 @@ class StoredLinear(QuantizedLinear):
     def as_files(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors that files store, from the whole parts."""
         names = stored_files.file_names(self.stored_weight, "weight")
-        return {name: stored_files.as_file_tensor(self.stored_weight, part, values[part]) for part, name in names.items()}
+        return {
+            name: stored_files.as_file_tensor(self.stored_weight, part, values[part]) for part, name in names.items()
+        }
 
     # --- computing ----------------------------------------------------------------------------------------------------
 

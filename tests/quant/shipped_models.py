@@ -128,9 +128,7 @@ def pack(form: StoredFormat, value: torch.Tensor) -> tuple[dict[str, torch.Tenso
         matrices = matrices.transpose(1, 2)
     packed = [encode(form.coding, matrix.contiguous()) for matrix in matrices]
     values = torch.stack([decoded(form.coding, parts, m.shape) for parts, m in zip(packed, matrices, strict=True)])
-    parts = {
-        part: as_file_tensor(weight, part, torch.cat([one[part] for one in packed])) for part in weight.parts
-    }
+    parts = {part: as_file_tensor(weight, part, torch.cat([one[part] for one in packed])) for part in weight.parts}
     values = values.transpose(1, 2) if form.transposed else values
     return parts, values if value.ndim == 3 else values[0]
 
@@ -142,11 +140,14 @@ def _joined(files: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for stem in stems:
         count = len({key.split(".experts.")[1].split(".")[0] for key in files if key.startswith(f"{stem}.experts.")})
         for end in ("", "_scale_inv"):
+
             def of(name: str, i: int) -> torch.Tensor:
                 return files[f"{stem}.experts.{i}.{name}.weight{end}"].view(torch.uint8)  # noqa: B023
 
             both = [torch.cat([of("gate_proj", i), of("up_proj", i)]) for i in range(count)]
             dtype = files[f"{stem}.experts.0.gate_proj.weight{end}"].dtype
             whole[f"{stem}.experts.gate_up_proj{end}"] = torch.stack(both).view(dtype)
-            whole[f"{stem}.experts.down_proj{end}"] = torch.stack([of("down_proj", i) for i in range(count)]).view(dtype)
+            whole[f"{stem}.experts.down_proj{end}"] = torch.stack([of("down_proj", i) for i in range(count)]).view(
+                dtype
+            )
     return whole

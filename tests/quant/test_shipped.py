@@ -19,12 +19,17 @@ from fullshard.config.errors import QuantizationError, WeightsError
 from fullshard.distributed import runtime
 from fullshard.fsdp import checkpoint_module
 from fullshard.models.experts import use_own_experts
+from fullshard.quant import stored_files
 from fullshard.quant.quantize import quantize_model, quantized_experts, quantized_layers
+from fullshard.quant.shipped import Shipped
+from fullshard.quant.stored_format import StoredWeight
 from fullshard.weights.locate import open_source
+from fullshard.weights.merge_adapter import merge_adapter
+from fullshard.weights.slice_reader import Stored
 from tests.fsdp.programs import STRATEGIES, mesh_for, mine
 from tests.pool import ranks
 from tests.quant.programs import batches, train
-from tests.quant.shipped_models import MXFP4, compressed, fp8, gpt_oss, llama, qwen_moe, write
+from tests.quant.shipped_models import MXFP4, compressed, fp8, gpt_oss, llama, pack, qwen_moe, write
 
 GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
 INT4 = compressed("pack-quantized", ("lm_head", r"re:.*mlp\.gate$"), **GROUPS, symmetric=False)
@@ -212,6 +217,63 @@ def test_a_global_program(tmp_path: Path, kind: str) -> None:
     assert loss.full_tensor().item() == pytest.approx(expected.item(), abs=1e-5)
 
 
+# --- back to files ----------------------------------------------------------------------------------------------------
+
+
+def adapter_on(dense: Any, place: Path, folder: Path) -> Any:
+    """A trained adapter, saved as one on the files in `place`; the model that it belongs to."""
+    torch.manual_seed(7)
+    model = with_lora(dense)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.05)
+    model.peft_config["default"].base_model_name_or_path = str(place)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8", "int4", "fp8 partial blocks", "nvfp4", "fp8 channels"])
+def test_merged_dense_and_in_the_format_of_the_files(tmp_path: Path, kind: str) -> None:
+    family, quantization = MODELS[kind]
+    dense = write(family(), quantization, tmp_path / "model")
+    merged = adapter_on(dense, tmp_path / "model", tmp_path / "adapter").merge_and_unload().state_dict()
+    out = merge_adapter(tmp_path / "adapter", tmp_path / "dense", progress=False, dtype="float32")
+    plain_model = AutoModelForCausalLM.from_pretrained(out)
+    assert not hasattr(plain_model.config, "quantization_config")
+    for name, value in plain_model.state_dict().items():
+        torch.testing.assert_close(value, merged[name], rtol=0, atol=1e-6, msg=name)
+
+    errors: list[Any] = []
+    again = merge_adapter(
+        tmp_path / "adapter", tmp_path / "again", requantize=errors.extend, progress=False, dtype="float32"
+    )
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", again))
+    assert {k: (t.shape, t.dtype) for k, t in before.items()} == {k: (t.shape, t.dtype) for k, t in after.items()}
+    loaded = load_pretrained(again, dtype=torch.float32, progress=False)
+    measured = {error.name: error for error in errors}
+    for name, value in weights_of(loaded).items():
+        difference = (value - merged[name]).abs()
+        if name in measured:
+            assert difference.max() == pytest.approx(measured[name].largest, rel=1e-4)
+            assert difference.mean() == pytest.approx(measured[name].mean, rel=1e-4)
+            assert 0 < difference.mean() < 0.15 * merged[name].abs().mean()
+        else:
+            assert not difference.any(), "a weight that the adapter does not change has changed"
+    stored = {k for k in before if "q_proj" not in k and "o_proj" not in k and "experts" not in k and "mlp" not in k}
+    assert all(torch.equal(before[key].view(torch.uint8), after[key].view(torch.uint8)) for key in stored)
+    if kind in ORACLE:
+        how: Any = (Mxfp4Config if kind == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
+        theirs = AutoModelForCausalLM.from_pretrained(again, dtype=torch.float32, quantization_config=how).state_dict()
+        assert all(torch.equal(value, theirs[name]) for name, value in weights_of(loaded).items())
+
+
+def test_a_dense_base_is_not_requantized(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    adapter_on(llama(), tmp_path / "model", tmp_path / "adapter")
+    with pytest.raises(WeightsError, match="not stored in a format that weights can be quantized into again"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "out", requantize=print, progress=False)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +293,10 @@ KEY = "model.layers.1.self_attn.q_proj.weight_scale_inv"
     ("change", "message"),
     [
         (lambda t: t.pop(KEY), f"{KEY}: "),
-        (lambda t: t.update({KEY: torch.ones(3, 4)}), rf"{KEY}: found float32 \[3, 4\], expected float32 \[4, 4\] for fp8"),
+        (
+            lambda t: t.update({KEY: torch.ones(3, 4)}),
+            rf"{KEY}: found float32 \[3, 4\], expected float32 \[4, 4\] for fp8",
+        ),
         (lambda t: t.update({KEY: t[KEY].double()}), rf"{KEY}: found float64 \[4, 4\], expected float32"),
     ],
 )
@@ -247,7 +312,10 @@ def test_a_scale_that_is_missing_or_does_not_fit(tmp_path: Path, change: Any, me
         ({"quant_method": "awq"}, "quantization by awq is not supported; expected mxfp4, fp8, compressed-tensors"),
         (fp8(fmt="e5m2"), "fp8 weights of format 'e5m2' are not supported; expected e4m3"),
         (fp8(expert_dtype="fp4"), "experts in fp4"),
-        (compressed("pack-quantized", num_bits=3, type="int", strategy="channel"), "packs 3 bits; expected one of 2, 4"),
+        (
+            compressed("pack-quantized", num_bits=3, type="int", strategy="channel"),
+            "packs 3 bits; expected one of 2, 4",
+        ),
         (compressed("marlin-24", num_bits=4, type="int", strategy="channel"), "'marlin-24'; expected float-quantized"),
         ({**INT4, "transform_config": {"config_groups": {}, "x": 1}}, "rotated weights"),
         (compressed("pack-quantized", **{**GROUPS, "group_size": 48}), "64 columns are no multiple of the 48"),
@@ -286,9 +354,6 @@ def test_an_unpacked_head(tmp_path: Path) -> None:
     values = {}
 
     def quantize_head(tensors: Any) -> None:
-        from fullshard.quant.shipped import Shipped
-        from tests.quant.shipped_models import pack
-
         parts, values["head"] = pack(Shipped.of(quantization).rules[0].format, tensors["lm_head.weight"])
         tensors |= {"lm_head.weight": parts["packed"], "lm_head.weight_scale_inv": parts["scales"]}
 
@@ -306,11 +371,6 @@ def test_a_model_with_values_is_refused(tmp_path: Path) -> None:
 def test_each_rank_reads_its_rows_only(tmp_path: Path) -> None:
     """A quarter of the rows of each part costs a quarter of its bytes."""
     write(qwen_moe(), INT4, tmp_path / "model")
-    from fullshard.quant import stored_files
-    from fullshard.quant.stored_format import StoredWeight
-    from fullshard.quant.shipped import Shipped
-    from fullshard.weights.slice_reader import Stored
-
     with open_source(tmp_path / "model") as source:
         stem = "model.layers.0.mlp.experts.0.gate_proj.weight"
         form = Shipped.of(INT4).with_scales_of(source.entries).rules[0].format
