@@ -6,6 +6,7 @@ tile of the stack is unpacked for each product, never a whole layer of large exp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,11 @@ class StoredExperts(PackedExperts):
     def stored_weights(self) -> dict[str, StoredWeight]:
         """The weights in files, by name."""
         return self.stored
+
+    def stored_form(self, name: str) -> tuple[str, int]:
+        """The format of a parameter, and how many weights it has the codes of (`fsdp/plan_model.py`)."""
+        codes = math.prod(self.fused[name]) if name in self.fused else 0
+        return (self.format, codes) if name in self.made_parameters() else ("", 0)
 
     def part_shapes(self, name: str) -> dict[str, tuple[int, int]]:
         return self.stored[name].part_shapes()

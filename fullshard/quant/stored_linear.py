@@ -124,6 +124,11 @@ class StoredLinear(QuantizedLinear):
         """The weights in files, by the name of the dense one."""
         return {"weight": self.stored_weight}
 
+    def stored_form(self, name: str) -> tuple[str, int]:
+        """The format of a parameter, and how many weights it has the codes of (`fsdp/plan_model.py`)."""
+        codes = self.in_features * self.out_features if name == "packed" else 0
+        return (self.FORMAT, codes) if name in self.PARTS else ("", 0)
+
     def part_shapes(self) -> dict[str, tuple[int, int]]:
         """The shapes of the parameters."""
         return self.stored_weight.part_shapes()

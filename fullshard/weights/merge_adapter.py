@@ -134,7 +134,9 @@ def _read_base_config(where: Path, dequantized: Any) -> tuple[Any, Quantization 
     formats of a model that was shipped in few bits."""
     config = read_config(where, None, False)
     packed = getattr(config, "quantization_config", None)
-    if packed is not None and method_of(packed) in METHODS:  # it was released with these values: there are no others to merge into
+    if (
+        packed is not None and method_of(packed) in METHODS
+    ):  # it was released with these values: there are no others to merge into
         del config.quantization_config
         return config, None, Shipped.of(packed)
     if packed is not None and not dequantized:
