@@ -75,7 +75,7 @@ class ExportOptions:
                 "--dequantized needs --merge: it selects the base weights that the adapter is merged into."
             )
         if self.requantize and not self.merge:
-            raise ConfigError("--requantize needs --merge: it quantizes the merged weights again.")
+            raise ConfigError("--requantize quantizes merged weights again; set --merge too.")
         if self.requantize and self.dtype is not None:
             raise ConfigError(
                 f"--requantize keeps the format of the base's files, and --dtype is {self.dtype}; use one."
@@ -111,9 +111,10 @@ def export(name: str, out: str, options: ExportOptions) -> None:
     _check_one_process("export")
     result = find_result(name, options.base, options.checkpoint)
     check_new_folder(out)
-    for flag in ("dequantized", "requantize"):
-        if result.kind == "model" and getattr(options, flag):
-            raise ConfigError(f"--{flag}: {name} contains a full model; there is no adapter to merge.")
+    if result.kind == "model" and options.dequantized:
+        raise ConfigError(f"--dequantized: {name} contains a full model; there is no adapter to merge.")
+    if result.kind == "model" and options.requantize:
+        raise ConfigError(f"--requantize: {name} contains a full model; there is no adapter to merge.")
     _only_warnings()
     from fullshard.launch.export import Choices, summary
     from fullshard.launch.export import export as write

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from fullshard.quant import fp8, workspace
-from fullshard.quant.stored_format import Coding
-from fullshard.quant.stored_values import Tile, decode
+from fullshard.quant.stored_format import Coding, Tile
+from fullshard.quant.stored_values import decode
 
 Tensors = Sequence[torch.Tensor]
 Prepared: TypeAlias = torch.Tensor | fp8.Input

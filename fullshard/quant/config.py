@@ -55,7 +55,8 @@ class Quantization:
             raise QuantizationError("load_in_4bit and load_in_8bit are both set; choose one of them (4-bit)")
         if eight:
             raise QuantizationError(
-                "8-bit weights are not supported yet; use load_in_4bit=True, or load the model without quantization"
+                "bitsandbytes' 8-bit weights (load_in_8bit) are not supported: their outlier columns are chosen anew "
+                'for each input, in 16 bits; use load_in_4bit=True, or the model before quantization with "fp8"'
             )
         if not four:
             raise QuantizationError("the quantization configuration has no load_in_4bit=True, so it quantizes nothing")

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from fullshard.device import accelerator
 from fullshard.quant import workspace
 from fullshard.quant.sharded_groups import Scheme
-from fullshard.quant.stored_format import Coding
-from fullshard.quant.stored_values import Tile, decode
+from fullshard.quant.stored_format import Coding, Tile
+from fullshard.quant.stored_values import decode
 
 ALIGNMENT = 16
 """Bytes that rows must be a multiple of."""

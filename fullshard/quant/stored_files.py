@@ -13,8 +13,8 @@ import torch
 
 from fullshard.config.errors import QuantizationError
 from fullshard.fsdp.strategy import dtype_name
-from fullshard.quant.stored_format import StoredWeight
-from fullshard.quant.stored_values import Tile, decode
+from fullshard.quant.stored_format import StoredWeight, Tile
+from fullshard.quant.stored_values import decode
 
 
 def file_names(weight: StoredWeight, name: str) -> dict[str, str]:

@@ -210,3 +210,59 @@ class StoredWeight:
             height *= self.joined
             shapes[part] = (self.experts, height, *rest) if self.experts else (height, *rest)
         return shapes
+
+
+# --- what torch and the kernel compute with ---------------------------------------------------------------------------
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of 4-bit floats without sign."""
+
+
+@functools.cache
+def table(codes: str, device: torch.device) -> torch.Tensor:
+    """The value of each code, fp32. "exponent" is the table of scales that are powers of 2."""
+    byte = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    if codes == "exponent":
+        values = torch.tensor([2.0 ** (i - 127) for i in range(255)] + [math.inf], dtype=torch.float64).float()
+    elif codes == "e4m3":
+        values = byte.view(torch.float8_e4m3fn).float()
+    elif codes == "e2m1":
+        values = torch.tensor([*E2M1, *(-v for v in E2M1)])
+    elif codes == "int8":
+        values = byte.view(torch.int8).float()
+    else:
+        bits = CODES[codes].bits
+        values = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
+    return values.to(device)
+
+
+class Tile(NamedTuple):
+    """Which part of a stack of matrices [matrices, rows, columns] is unpacked."""
+
+    matrices: int
+    rows: int
+    columns: int
+    first: int = 0
+    """The first matrix."""
+    step: int = 1
+    """Every so many matrices are unpacked, from the first on."""
+    start: int = 0
+    """The first row of each."""
+    stop: int = -1
+    """The row behind the last of each; -1 for all."""
+
+    @property
+    def height(self) -> int:
+        """The number of rows of each matrix."""
+        return (self.rows if self.stop < 0 else self.stop) - self.start
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the values."""
+        return len(range(self.first, self.matrices, self.step)), self.height, self.columns
+
+
+def part_as(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as another dtype; they are copied where they do not begin at its alignment."""
+    aligned = part.is_contiguous() and part.storage_offset() % dtype.itemsize == 0 and not part.data_ptr() % 4
+    return (part if aligned else part.clone(memory_format=torch.contiguous_format)).view(dtype)

@@ -12,8 +12,7 @@ import torch
 
 from fullshard.device import accelerator
 from fullshard.device.triton_jit import Kernel, tl, triton
-from fullshard.quant.stored_format import Coding
-from fullshard.quant.stored_values import Tile, part_as, table
+from fullshard.quant.stored_format import Coding, Tile, part_as, table
 
 ROWS = 16
 COLUMNS = 128

@@ -16,8 +16,8 @@ from fullshard.quant import base_product, stored_files
 from fullshard.quant.ops import without_autocast
 from fullshard.quant.quantizable import LinearForm
 from fullshard.quant.quantized_linear import QuantizedLinear
-from fullshard.quant.stored_format import PARTS, StoredFormat, StoredWeight
-from fullshard.quant.stored_values import Tile, decode
+from fullshard.quant.stored_format import PARTS, StoredFormat, StoredWeight, Tile
+from fullshard.quant.stored_values import decode
 from fullshard.spmd.rule_table import RULES
 from fullshard.spmd.rules_elementwise import Independent
 from fullshard.spmd.tensor import is_sharded

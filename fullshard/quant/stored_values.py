@@ -6,70 +6,21 @@ CUDA tensors are unpacked by `stored_kernels.py`, which gives the same bits.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
-
 import torch
 
 from fullshard.device import accelerator
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.quant.stored_format import CODES, PARTS, Coding
+from fullshard.quant.stored_format import CODES, E2M1, PARTS, Coding, Tile, part_as, table
 
 SLICE = 1 << 21
 """Number of values unpacked at a time."""
 LARGEST = {"e4m3": 448.0, "e2m1": 6.0}
 """The largest value of the codes that are floats."""
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 Parts = Mapping[str, torch.Tensor]
 """The parts of a weight as bytes, by name."""
-
-
-@functools.cache
-def table(codes: str, device: torch.device) -> torch.Tensor:
-    """The value of each code, fp32. "exponent" is the table of scales that are powers of 2."""
-    byte = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    if codes == "exponent":
-        values = torch.tensor([2.0 ** (i - 127) for i in range(255)] + [math.inf], dtype=torch.float64).float()
-    elif codes == "e4m3":
-        values = byte.view(torch.float8_e4m3fn).float()
-    elif codes == "e2m1":
-        values = torch.tensor([*_E2M1, *(-v for v in _E2M1)])
-    elif codes == "int8":
-        values = byte.view(torch.int8).float()
-    else:
-        bits = CODES[codes].bits
-        values = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
-    return values.to(device)
-
-
-class Tile(NamedTuple):
-    """Which part of a stack of matrices [matrices, rows, columns] is unpacked."""
-
-    matrices: int
-    rows: int
-    columns: int
-    first: int = 0
-    """The first matrix."""
-    step: int = 1
-    """Every so many matrices are unpacked, from the first on."""
-    start: int = 0
-    """The first row of each."""
-    stop: int = -1
-    """The row behind the last of each; -1 for all."""
-
-    @property
-    def height(self) -> int:
-        """The number of rows of each matrix."""
-        return (self.rows if self.stop < 0 else self.stop) - self.start
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The shape of the values."""
-        return len(range(self.first, self.matrices, self.step)), self.height, self.columns
 
 
 def decode(coding: Coding, tensors: Sequence[torch.Tensor], tile: Tile, out: torch.Tensor) -> torch.Tensor:
@@ -107,12 +58,6 @@ def _values(coding: Coding, parts: Parts, tile: Tile, rows: torch.Tensor) -> tor
 def _of_matrices(part: torch.Tensor, tile: Tile) -> torch.Tensor:
     """A part [rows of all matrices, bytes] as [matrices, rows, bytes]."""
     return part.view(tile.matrices, -1, part.shape[-1])[tile.first :: tile.step]
-
-
-def part_as(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as another dtype; they are copied where they do not begin at its alignment."""
-    aligned = part.is_contiguous() and part.storage_offset() % dtype.itemsize == 0 and not part.data_ptr() % 4
-    return (part if aligned else part.clone(memory_format=torch.contiguous_format)).view(dtype)
 
 
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -217,7 +162,7 @@ def _nearest(codes: str, scaled: torch.Tensor) -> torch.Tensor:
     if codes == "e4m3":
         return scaled.clamp(-LARGEST[codes], LARGEST[codes]).to(torch.float8_e4m3fn).view(torch.uint8)
     if codes == "e2m1":
-        bounds = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(_E2M1)])
+        bounds = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1)])
         size = scaled.abs()
         low = torch.bucketize(size, bounds)  # a bound belongs to the value below it
         tie = (low < len(bounds)) & (size == bounds[low.clamp(max=len(bounds) - 1)]) & (low % 2 == 1)

@@ -171,12 +171,17 @@ class AdapterOptions:
             raise ConfigError("use_4bit_quantization and use_8bit_quantization are both on; choose one.")
         if self.use_8bit_quantization:
             raise ConfigError(
-                "use_8bit_quantization is on, but 8-bit weights are not supported; use use_4bit_quantization."
+                "use_8bit_quantization is on, but bitsandbytes' 8 bits (LLM.int8) are not supported: their outlier "
+                "columns are chosen anew for each input, in 16 bits. Use use_4bit_quantization, or base_dtype fp8 for "
+                "weights in 8 bits."
             )
         if self.use_nested_quant and not self.use_4bit_quantization:
             raise ConfigError("use_nested_quant quantizes the scales of 4-bit weights; it needs use_4bit_quantization.")
         if self.base_dtype is not None and self.use_4bit_quantization:
             raise ConfigError(f"base_dtype is {self.base_dtype}, and use_4bit_quantization is on; choose one.")
+        if self.dequantize and (self.use_4bit_quantization or self.base_dtype is not None):
+            other = "use_4bit_quantization is on" if self.use_4bit_quantization else f"base_dtype is {self.base_dtype}"
+            raise ConfigError(f"dequantize is on, and {other}; choose one.")
 
     def _check_start(self) -> None:
         wanted: Any = self

@@ -138,6 +138,11 @@ def read_model(
             f"dequantize unpacks models that are shipped in {', '.join(METHODS)}, but {place} is stored {kind}; leave "
             f"the option out{', or give the model before quantization' if packed is not None else ''}."
         )
+    if shipped is not None and config.init_lora_weights.lower() == "loftq":
+        raise ConfigError(
+            f"init_lora_weights is loftq, which corrects the errors of quantizing, but {place} is stored in "
+            f"{shipped.names} and not quantized again; leave it out."
+        )
     if packed is not None and config.base_dtype is not None:
         raise ConfigError(
             f"base_dtype is {config.base_dtype}, but {place} is quantized already (quantization_config in its "

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fullshard.quant.shipped import block_fp8, compressed_bytes, compressed_fp4, compressed_words, mxfp4
-from fullshard.quant.stored_format import StoredFormat
-from fullshard.quant.stored_values import Tile, decode, encode
+from fullshard.quant.stored_format import StoredFormat, Tile
+from fullshard.quant.stored_values import decode, encode
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available(), reason="needs a machine without a GPU"
