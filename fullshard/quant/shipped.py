@@ -204,7 +204,7 @@ def _from_compressed_tensors(config: Mapping[str, Any]) -> Shipped:
             rules.append(Rule(form, tuple(group.get("targets") or ("Linear",))))
     if not rules:
         raise QuantizationError(
-            "compressed-tensors without config_groups for weights: nothing says how they are stored"
+            "compressed-tensors: expected config_groups with weights, which say how these are stored; found none"
         )
     ignored = tuple(config.get("ignore") or ())
     return Shipped(
