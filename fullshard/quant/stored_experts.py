@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -65,15 +64,7 @@ class StoredExperts(PackedExperts):
     def is_swapped(self, name: str) -> bool:
         return self.stored[name].format.transposed
 
-    # --- loading: the protocol of `weights/transforms.py` -------------------------------------------------------------
-
-    def _files(self) -> dict[str, tuple[str, str]]:
-        """The weight and the part of each file tensor, by its name."""
-        return {
-            key: (name, part)
-            for name, weight in self.stored.items()
-            for part, key in stored_files.file_names(weight, name).items()
-        }
+    # --- loading: the protocol `KeepsFiles` of `weights/transforms.py` ------------------------------------------------
 
     def file_tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors that files store, those of single experts stacked."""
@@ -83,27 +74,15 @@ class StoredExperts(PackedExperts):
             for key, shape in stored_files.file_shapes(weight, name).items()
         }
 
-    def check_reader(self, tensor: str, reader: Any) -> str | None:
-        """What is wrong with a file tensor; None if it fits."""
-        name, part = self._files()[tensor]
-        return stored_files.check_reader(self.stored[name], part, reader)
-
-    def read_files(self, readers: Any, pieces: Any) -> dict[str, torch.Tensor]:
-        """Read only this rank's rows of each part."""
-        read = {}
-        for key, (name, part) in self._files().items():
-            own = parameter_name(name, part)
-            read[own] = stored_files.read_rows(self.stored[name], part, readers[key], pieces[own].rows)
-        return read
-
-    def finish_reading(self, read: Mapping[str, torch.Tensor], pieces: Any) -> None:
-        """Store this rank's rows."""
-        for own, value in read.items():
-            pieces[own].local.copy_(value)
+    def part_files(self) -> dict[str, tuple[StoredWeight, str, str]]:
+        """The weight, part and file tensor of each parameter that is read as bytes."""
+        return {
+            parameter_name(name, part): (weight, part, file)
+            for name, weight in self.stored.items()
+            for part, file in stored_files.file_names(weight, name).items()
+        }
 
     def as_files(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors that files store, from the whole parts."""
-        return {
-            key: stored_files.as_file_tensor(self.stored[name], part, values[parameter_name(name, part)])
-            for key, (name, part) in self._files().items()
-        }
+        files = self.part_files().items()
+        return {file: stored_files.as_file_tensor(weight, part, values[own]) for own, (weight, part, file) in files}

@@ -145,30 +145,16 @@ class StoredLinear(QuantizedLinear):
         """The weight for `base_product`."""
         return self.stored_weight.form, list(self.parts.values())
 
-    # --- loading: the protocol of `weights/transforms.py` -------------------------------------------------------------
+    # --- loading: the protocol `KeepsFiles` of `weights/transforms.py` ------------------------------------------------
 
     def file_tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors that files store."""
         return stored_files.file_shapes(self.stored_weight, "weight")
 
-    def check_reader(self, tensor: str, reader: Any) -> str | None:
-        """What is wrong with a file tensor; None if it fits."""
+    def part_files(self) -> dict[str, tuple[StoredWeight, str, str]]:
+        """The weight, part and file tensor of each parameter that is read as bytes."""
         names = stored_files.file_names(self.stored_weight, "weight")
-        part = next(part for part, name in names.items() if name == tensor)
-        return stored_files.check_reader(self.stored_weight, part, reader)
-
-    def read_files(self, readers: Any, pieces: Any) -> dict[str, torch.Tensor]:
-        """Read only this rank's rows of each part."""
-        names = stored_files.file_names(self.stored_weight, "weight")
-        return {
-            part: stored_files.read_rows(self.stored_weight, part, readers[name], pieces[part].rows)
-            for part, name in names.items()
-        }
-
-    def finish_reading(self, read: Mapping[str, torch.Tensor], pieces: Any) -> None:
-        """Store this rank's rows."""
-        for part, value in read.items():
-            pieces[part].local.copy_(value)
+        return {part: (self.stored_weight, part, name) for part, name in names.items()}
 
     def from_files(self, readers: Any, device: torch.device) -> torch.Tensor:
         names = stored_files.file_names(self.stored_weight, "weight")

@@ -371,8 +371,8 @@ def _take_quantized(model: Any, inner: Any) -> None:
     eight = " in 8 bits" if foreign_layers(model, "Linear8bitLt") else ""
     if method_of(fields) in METHODS:
         raise ConfigError(
-            f"model is quantized by {method_of(fields)} and in memory already, which cannot be sharded; give its folder "
-            f"or name, or load it with dequantize=True in its quantization_config."
+            f"model is quantized by {method_of(fields)} and in memory already, which cannot be sharded; give its "
+            f"folder or name, or load it with dequantize=True in its quantization_config."
         )
     raise ConfigError(
         f"model is quantized by {getattr(method, 'value', method)}{eight}, which cannot be sharded; load it without "

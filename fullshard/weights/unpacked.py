@@ -1,5 +1,6 @@
-"""`Unpacked`: a dense weight that files store in a released model's format, unpacked slice by slice while it is
-read."""
+"""Readers for weights in a released model's formats: `PartRows`, a part as rows of bytes, and `Unpacked`, the dense
+weight, which is unpacked slice by slice while it is read.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +10,33 @@ from typing import Any
 import torch
 
 from fullshard.quant.shipped_layers import ATTRIBUTE
-from fullshard.quant.stored_files import check_reader, dense_rows, file_names
+from fullshard.quant.stored_files import check_reader, dense_rows, file_names, read_rows
 from fullshard.quant.stored_format import StoredWeight
 from fullshard.weights.slice_reader import JOB_BYTES, Cuts, Job, TensorReader
+
+
+class PartRows(TensorReader):
+    """A part of a weight as rows of bytes."""
+
+    dtype = torch.uint8
+
+    def __init__(self, weight: StoredWeight, part: str, reader: TensorReader):
+        self.weight, self.part, self.reader = weight, part, reader
+        self.shape = weight.part_shapes()[part]
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """A job for every few rows; columns are never split."""
+        assert cuts[1] == slice(0, self.shape[1])
+        step = max(1, JOB_BYTES // self.shape[1])
+        for start in range(cuts[0].start, cuts[0].stop, step):
+            stop = min(start + step, cuts[0].stop)
+            yield self._job(out[start - cuts[0].start : stop - cuts[0].start], slice(start, stop))
+
+    def _job(self, into: torch.Tensor, rows: slice) -> Job:
+        def read() -> None:
+            into.copy_(read_rows(self.weight, self.part, self.reader, rows))
+
+        return read
 
 
 class Unpacked(TensorReader):
