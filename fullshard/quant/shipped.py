@@ -25,6 +25,10 @@ BESIDE = (
 """Tensors beside quantized weights that training does not need: shapes, and scales of activations and caches."""
 
 
+_DENSE = ("modules_to_not_convert", "ignored_layers", "ignore")
+"""The settings that name dense layers."""
+
+
 # --- the formats ------------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +98,7 @@ class Shipped:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shipped:
         """Read a `quantization_config`; raises `QuantizationError` for what is not known."""
-        return METHODS[method_of(config)](config)
+        return METHODS[quant_method(config)](config)
 
     def format_of(self, name: str, classes: Iterable[str]) -> StoredFormat | None:
         """The format of a layer; None if it is dense."""
@@ -109,12 +113,18 @@ class Shipped:
         return replace(self, rules=tuple(replace(rule, format=_as_stored(rule.format, stored)) for rule in self.rules))
 
     @property
+    def patterns(self) -> tuple[str, ...]:
+        """All that names layers in it, regular expressions without `re:`."""
+        dense = [key for name in _DENSE for key in self.config.get(name) or ()]
+        return tuple(p.removeprefix("re:") for p in (*dense, *(t for rule in self.rules for t in rule.targets)))
+
+    @property
     def names(self) -> str:
         """The names of its formats."""
         return ", ".join(dict.fromkeys(rule.format.name for rule in self.rules))
 
 
-def method_of(config: Any) -> str:
+def quant_method(config: Any) -> str:
     """The `quant_method` of a quantization configuration: a mapping, or one of transformers' classes."""
     fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     method = fields.get("quant_method") or ""

@@ -20,7 +20,7 @@ from fullshard.device.torch_private import buffers_of, parameters_of
 from fullshard.distributed.progress import Bar
 from fullshard.quant.config import Quantization
 from fullshard.quant.quantize import quantize_model
-from fullshard.quant.shipped import METHODS, Shipped, method_of
+from fullshard.quant.shipped import METHODS, Shipped, quant_method
 from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
 from fullshard.weights.dtypes import choose_dtype, dtypes_kept
@@ -135,7 +135,7 @@ def _read_base_config(where: Path, dequantized: Any) -> tuple[Any, Quantization 
     config = read_config(where, None, False)
     packed = getattr(config, "quantization_config", None)
     if (
-        packed is not None and method_of(packed) in METHODS
+        packed is not None and quant_method(packed) in METHODS
     ):  # it was released with these values: there are no others to merge into
         del config.quantization_config
         return config, None, Shipped.of(packed)
