@@ -150,11 +150,11 @@ def compare(model: Any, alone: Any, steps: int = 3) -> None:
     """Losses of some steps, and the gradients after them."""
     expected = train(alone, steps, sharded=False)
     assert train(model, steps, sharded=True) == pytest.approx(expected, abs=1e-5)
-    assert expected[0] - min(expected) > 1e-4
     rows = batches(1)[0]
     ours, theirs = gradients(model, mine(rows)), gradients(alone, rows)
     assert ours.keys() == theirs.keys() and ours
     for name, gradient in theirs.items():
+        assert gradient.any(), name
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
