@@ -141,7 +141,8 @@ def _projection(module: Any, name: str, dtype: torch.dtype, adapters: Sequence[L
     stack = Stack("dense", [getattr(module, name).to(dtype)]) if own is None else own(name)
     bias = getattr(module, f"{name}_bias").to(dtype) if module.has_bias else None
     factors = [_as_factors(one, module.is_transposed, dtype) for one in adapters]
-    return Projection(stack, module.is_transposed, bias, factors)
+    swapped = own is not None and module.is_swapped(name)
+    return Projection(stack, module.is_transposed != swapped, bias, factors)
 
 
 def _as_factors(adapter: LoraFactors, transposed: bool, dtype: torch.dtype) -> Factors:
