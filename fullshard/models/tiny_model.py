@@ -46,8 +46,9 @@ USED_EXPERTS = re.compile(r"experts_per_tok(en)?$|^moe_top_?k$|^moe_k$|^num_sele
 
 
 def small_models(model: Any, device: torch.device, heads: int = 1) -> Iterator[Any]:
-    """Models of the same class on `device`, each larger than the last, for classes that cannot be very small. Numbers of
-    heads stay multiples of `heads`, where the model's are.
+    """Models of the same class on `device`, each larger than the last, for classes that cannot be very small.
+
+    Numbers of heads stay multiples of `heads`, where the model's are.
 
     Weights are random, in fp32 (bf16 if the attention does not support fp32). The caller's random state is not changed.
     If no size can be built, the first error of the class is raised.

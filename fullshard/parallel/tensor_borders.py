@@ -92,7 +92,7 @@ def _enter_tokens(one: SplitLayer, group: RankGroup) -> None:
         padding = getattr(table, "padding_idx", None)  # its vector gets no gradient
         if padding is not None:
             inside = rows.first <= padding < rows.first + rows.count
-            table.padding_idx = padding - rows.first if inside else None  # type: ignore[assignment]
+            table.padding_idx = padding - rows.first if inside else None
     one.layer.register_forward_pre_hook(rows.enter)
     one.layer.register_forward_hook(rows.leave, prepend=True)  # noise is added to whole vectors
 
@@ -129,7 +129,7 @@ def _leave_slices(one: SplitLayer, group: RankGroup) -> None:
 
 def _leave_rope_slices(one: SplitLayer, group: RankGroup) -> None:
     """Multi-head latent attention: the last features go to each rank's heads without another layer between."""
-    width = int(one.parent.config.qk_rope_head_dim)  # type: ignore[union-attr, arg-type]
+    width = int(one.parent.config.qk_rope_head_dim)
 
     def leave(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         latent, rope = output.split([output.shape[-1] - width, width], -1)

@@ -139,7 +139,7 @@ def _with_tied_tables(model: Any, layers: list[SplitLayer]) -> list[SplitLayer]:
     ours, theirs = by_layer.get(id(embedding)), by_layer.get(id(head))
     weight = getattr(embedding, "weight", None)
     tied = weight is not None and weight is getattr(head, "weight", None)
-    if ours is not None and (stays_on_host(ours.layer.weight) or (tied and theirs is None)):  # type: ignore[arg-type]
+    if ours is not None and (stays_on_host(ours.layer.weight) or (tied and theirs is None)):
         return [one for one in layers if one is not ours]
     if tied and theirs is not None and ours is None:
         names = {id(module): name for name, module in model.named_modules()}
@@ -193,8 +193,8 @@ def _roles(name: str, layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             )
         yield layer, "own"
     elif _is_copied(layer):  # PEFT's modules_to_save
-        yield layer.original_module, "own"  # type: ignore[misc]
-        for copy in layer.modules_to_save.values():  # type: ignore[union-attr, operator]
+        yield layer.original_module, "own"
+        for copy in layer.modules_to_save.values():
             yield copy, "own"
     else:
         from peft.tuners.lora import Linear

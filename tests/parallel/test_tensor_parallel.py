@@ -1,7 +1,5 @@
 """Tensor parallelism by the plans of transformers' models: losses, gradients and weights are those of one device."""
 
-import copy
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,17 +7,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fullshard.spmd as xs
-from fullshard.config.errors import ConfigError
-from fullshard.distributed import data_ranks, runtime
+from fullshard.distributed import data_ranks
 from fullshard.fsdp import FSDPv2
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import fuse_mlps
 from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.layer_groups import gated_mlps, shared_inputs
-from fullshard.parallel.model import build_mesh, join_ranks, shard_model
+from fullshard.parallel.model import join_ranks, shard_model
 from fullshard.parallel.settings import EngineSettings
-from fullshard.parallel.tensor_plan import split_layers
-from fullshard.parallel.tensor_trial import try_plan
 from tests.pool import ranks
 
 SIZES = {
