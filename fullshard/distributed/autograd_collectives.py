@@ -158,6 +158,8 @@ _threads: dict[str, tuple[ThreadGroup, int]] = {}
 @torch.library.custom_op("fullshard::reduced_over_ranks", mutates_args=())
 def _reduced(x: torch.Tensor, group: str, largest: bool) -> torch.Tensor:
     """The sum, or the largest, of the ranks' values."""
+    if x.is_meta:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
     if group in _threads:
         threads, place = _threads[group]
         stacked = torch.stack(threads.exchange(place, x.detach()))
@@ -176,6 +178,8 @@ def _(x: torch.Tensor, group: str, largest: bool) -> torch.Tensor:
 @torch.library.custom_op("fullshard::gathered_over_ranks", mutates_args=())
 def _gathered(x: torch.Tensor, dim: int, group: str, size: int) -> torch.Tensor:
     """The ranks' values side by side along a dim."""
+    if x.is_meta:
+        return x.new_empty([n * size if d == dim else n for d, n in enumerate(x.shape)])
     if group in _threads:
         threads, place = _threads[group]
         return torch.cat(threads.exchange(place, x.detach()), dim)

@@ -6,6 +6,7 @@ them. Between borders a module sees this rank's slice of its parameters and does
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +15,24 @@ from torch import nn
 
 from fullshard.distributed import autograd_collectives as between
 from fullshard.distributed.autograd_collectives import RankGroup
+from fullshard.lora.fused_dropout import OF_SLICE
 from fullshard.models.deferred_logits import DeferredLogits
 from fullshard.models.vocabulary_slice import set_slice
-from fullshard.parallel.tensor_plan import SplitLayer, split_parameters
+from fullshard.parallel.tensor_plan import STYLES, SplitLayer, split_parameters
 
 
 def install_borders(layers: list[SplitLayer], group: RankGroup) -> None:
     """Put the borders of all layers in place."""
     shared: dict[nn.Module, _SharedInput] = {}
+    mlps = _fused_mlps(layers)
+    for mlp in mlps:
+        mlp.register_forward_pre_hook(_on_input(lambda x: between.sum_gradients(x, group)))
+        mlp.register_forward_hook(lambda _, args, output: between.sum_terms(output, group))
     for one in layers:
+        if one.style == STYLES["rowwise"]:
+            _drop_slices(one.layer, group)
+        if one.parent in mlps:
+            continue
         if one.style.enters == "whole":
             if one.parent not in shared:
                 shared[one.parent] = _SharedInput(group)
@@ -32,6 +42,36 @@ def install_borders(layers: list[SplitLayer], group: RankGroup) -> None:
             ENTRIES[one.style.enters](one, group)
         if one.style.leaves:
             EXITS[one.style.leaves](one, group)
+
+
+def _fused_mlps(layers: list[SplitLayer]) -> set[nn.Module]:
+    """The gated MLPs that run as one operator: their borders are those of the whole."""
+    styles = {(one.parent, one.name.rpartition(".")[2]): one.style for one in layers}
+    biased = {one.parent for one in layers for split in split_parameters(one) if split.name == "bias"}
+    wanted = (STYLES["colwise"], STYLES["colwise"], STYLES["rowwise"])
+    return {
+        parent
+        for parent in dict.fromkeys(one.parent for one in layers)
+        if (parts := parent.__dict__.get("_fullshard_mlp")) is not None
+        and tuple(styles.get((parent, name)) for name in parts[:3]) == wanted
+        and parent not in biased
+    }
+
+
+def _drop_slices(layer: Any, group: RankGroup) -> None:
+    """The dropout of an adapter whose input is this rank's slice: its part of the mask for the whole input. Fused
+    adapters draw a mask for each slice."""
+    for dropout in getattr(layer, "lora_dropout", {}).values():
+        setattr(layer, OF_SLICE, group.place)
+        if isinstance(dropout, nn.Dropout):
+            dropout.forward = functools.partial(_dropped, dropout, group)
+
+
+def _dropped(dropout: nn.Dropout, group: RankGroup, x: torch.Tensor) -> torch.Tensor:
+    if not dropout.training:
+        return x
+    ones = x.new_ones(*x.shape[:-1], x.shape[-1] * group.size)
+    return x * between.own_slice(nn.functional.dropout(ones, dropout.p), -1, group)
 
 
 def _on_input(border: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -8,8 +8,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fullshard.spmd as xs
 from fullshard.distributed import data_ranks
+from fullshard.distributed.ranks import exchange
 from fullshard.fsdp import FSDPv2
 from fullshard.lora.fused import fuse_lora
+from fullshard.lora.fused_dropout import Dropout, seed_of_slice
 from fullshard.lora.gated_mlp import fuse_mlps
 from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.layer_groups import gated_mlps, shared_inputs
@@ -174,3 +176,27 @@ def test_lora_is_split_with_its_layers(family, targets, fused):
     if "q_proj" in targets:
         a, b = (plan[f"{prefix}self_attn.q_proj.lora_{matrix}.default.weight"] for matrix in "AB")
         assert (b.whole, a.summed_axes, b.summed_axes) == ((16, 4), ("tp",), ())
+
+
+@ranks(2)
+def test_dropout_of_adapters_is_that_of_one_device():
+    results = []
+    for tp in (1, 2):
+        peft_model = with_lora("llama", ALL_LINEAR, dropout=0.3)
+        head = ChunkedLossHead(peft_model, entropy=True)
+        if tp == 2:
+            peft_model = sharded(peft_model)
+        torch.manual_seed(11)
+        results.append(trained(peft_model, head=head))
+    same(results[1], results[0])
+
+
+@ranks(2)
+def test_fused_dropout_draws_a_mask_for_each_slice():
+    ours = sharded(with_lora("llama", ALL_LINEAR, dropout=0.5, fused=True))
+    layers = ours.base_model.model.model.layers[0]
+    down, gate = layers.mlp.down_proj, layers.mlp.gate_proj
+    seed = torch.tensor([5])
+    kept = [Dropout(seed_of_slice(seed, layer), 0.5).kept(torch.Size([50, 24]), 0) for layer in (down, gate)]
+    both = [exchange(one.tolist(), "masks") for one in kept]
+    assert both[0][0] != both[0][1] and both[1][0] == both[1][1]
