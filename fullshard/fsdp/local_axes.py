@@ -65,7 +65,7 @@ def local_axes_of(parameter: torch.Tensor) -> LocalAxes:
 
 def slice_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape that its module computes with."""
-    layout: Layout = getattr(parameter, "_fullshard_layout", None)
+    layout: Layout | None = getattr(parameter, "_fullshard_layout", None)
     if layout is None or not local_axes_of(parameter).split:
         return parameter.shape
     return torch.Size(layout.shard_shape(parameter.shape))
