@@ -56,6 +56,10 @@ class ParameterPlan:
     """The format of the released model's weight that it is a part of; empty for other parameters."""
     weights: int = 0
     """How many weights its bytes are the codes of, in such a format."""
+    local_axes: tuple[str, ...] = ()
+    """The axes of `spec` along which its module computes with this rank's slice (`local_axes.py`)."""
+    summed_axes: tuple[str, ...] = ()
+    """The axes along which each rank has a term of its gradient."""
 
     @property
     def name(self) -> str:
@@ -178,6 +182,12 @@ class ShardingPlan:
         return {name: p for unit in self.units for p in unit.parameters for name in p.names}
 
     @property
+    def data_size(self) -> int:
+        """The number of ranks with rows of their own."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in {"fsdp", *self.replica_axes})
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of all shards on the rank that holds the most."""
         return sum(unit.shard_bytes for unit in self.units)
@@ -260,6 +270,8 @@ def _line(p: ParameterPlan) -> str:
         notes.append("on the host")
     if not p.on_host and not p.direct:
         notes.append("bucket")
+    if p.summed_axes:
+        notes.append(f"gradient summed over {', '.join(p.summed_axes)}")
     if p.padding:
         notes.append(f"padded by {p.padding}")
     if len(p.names) > 1:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard.config.errors import ConfigError
 from fullshard.device import accelerator
-from fullshard.distributed import engines, runtime
+from fullshard.distributed import data_ranks, engines, runtime
 from fullshard.fsdp import (
     FSDPv2,
     MixedPrecision,
@@ -27,6 +27,7 @@ from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.plan_model import plan_fsdp
 from fullshard.fsdp.wrap import find_units, resolve
 from fullshard.parallel.settings import XLA_DEVICES_VARIABLE, EngineSettings
+from fullshard.parallel.tensor_parallel import split_model
 from fullshard.spmd import Mesh
 from fullshard.spmd.mesh import VirtualMesh
 
@@ -38,6 +39,8 @@ def shard_model(
     """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings;
     `say` is called when compilation begins."""
     mesh = mesh if mesh is not None else build_mesh(settings)
+    if settings.tp_size > 1:
+        split_model(model, mesh, settings.tp_plan, say=say)
     if (dtype := engines.current().buffer_dtype(settings)) is not None:
         precision = MixedPrecision.of(overrides.get("mixed_precision", settings.mixed_precision))
         overrides["mixed_precision"] = dataclasses.replace(precision, buffer_dtype=dtype)
@@ -63,6 +66,8 @@ def plan_sharding(
 ) -> ShardingPlan:
     """The plan by which `shard_model` would shard a model on ranks with a device of this type each. The mesh may be
     absent."""
+    if settings.tp_size > 1:
+        split_model(model, mesh, settings.tp_plan)
     options = {**fsdp_options(model, settings), **overrides}
     return plan_fsdp(model, mesh, point_to_point=not accelerator.is_accelerator(device), **options)
 
@@ -71,6 +76,13 @@ def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> Vir
     """The mesh of the strategy over processes that need not exist."""
     shape = settings.mesh_shape(processes, nodes)
     return VirtualMesh(tuple(shape.values()), tuple(shape))
+
+
+def join_ranks(settings: EngineSettings) -> None:
+    """Connect the ranks, on the device that the settings choose, and divide the rows among them."""
+    runtime.use_spmd(device="cpu" if settings.use_cpu else None)
+    settings.mesh_shape(runtime.global_device_count(), runtime.node_count())
+    data_ranks.share_rows(settings.ranks_per_row)
 
 
 def build_mesh(settings: EngineSettings) -> Mesh:

@@ -20,7 +20,7 @@ from fullshard.models.kernels_on_meta import ATTENTION, ATTENTION_BACKWARD, GROU
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.machines import Machine
 from fullshard.planner.step_trace import Segment, TracedModel
-from fullshard.planner.traffic import Ring, ring_along, unit_traffic, units_without_backward
+from fullshard.planner.traffic import LayerExchanges, Ring, ring_along, unit_traffic, units_without_backward
 
 
 @dataclass
@@ -35,13 +35,15 @@ class Stage:
     """Gathering its parameters, which must come before its compute."""
     leaves: float = 0.0
     """Reducing its gradients, which must come after it."""
+    between: float = 0.0
+    """Sums of activations between the ranks of tensor parallelism, for which compute waits."""
     bus: float = 0.0
     """Moving activations to or from the host, beside its compute."""
 
     @property
     def compute(self) -> float:
         """Seconds of the device."""
-        return max(self.products + self.memory, self.bus)
+        return max(self.products + self.memory + self.between, self.bus)
 
 
 def micro_batch_seconds(
@@ -118,6 +120,8 @@ class StepOptions:
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
     optimizer_state: int = 0
     """Bytes of optimizer state on one rank."""
+    between: LayerExchanges | None = None
+    """What tensor parallelism exchanges."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,9 @@ def estimate_time(
     clock = _Clock(plan, machine, step, options)
     forward, backward = clock.forward(), clock.backward()
     stages = (*forward, *backward)
-    products, memory, compute = (sum(getattr(s, part) for s in stages) for part in ("products", "memory", "compute"))
+    products, memory, exchanged, compute = (
+        sum(getattr(s, part) for s in stages) for part in ("products", "memory", "between", "compute")
+    )
     prefetch = (options.forward_prefetch, options.backward_prefetch)
     synced = micro_batch_seconds(forward, backward, *prefetch)
     between = synced if options.sync_each_batch else micro_batch_seconds(forward, backward, *prefetch, reduces=False)
@@ -219,14 +225,15 @@ def estimate_time(
     parts = {
         "matrix products and attention": many * products,
         "memory-bound operations": many * memory,
-        "waiting for activations from the host": many * (compute - products - memory),
+        "sums of activations between ranks": many * exchanged,
+        "waiting for activations from the host": many * (compute - products - memory - exchanged),
         "waiting for communication": device - many * compute,
         "waiting for the host to issue work": max(0.0, many * clock.host_seconds() - device),
         "optimizer and clipping": clock.optimizer_seconds(),
     }
     return StepTime(
         {part: seconds for part, seconds in parts.items() if seconds > 1e-9},
-        tokens=batch.tokens * many * math.prod(size for _, size in plan.axes),
+        tokens=batch.tokens * many * plan.data_size,
         flops=step.flops() * many,
         assumptions=tuple(clock.assumptions()),
     )
@@ -240,6 +247,7 @@ class _Clock:
         direct = machine.kind == "cpu"
         self.shards = ring_along(plan, ("fsdp",), machine.gpus_per_node, direct)
         self.replicas = ring_along(plan, plan.replica_axes, machine.gpus_per_node, direct)
+        self.along_tp = ring_along(plan, ("tp",), machine.gpus_per_node)
         self.rate = rate_of(machine, options.dtype)
         self.bandwidth = machine.memory_bandwidth * MEMORY
         self.units = _units_by_layer(plan, step.layers)
@@ -285,6 +293,7 @@ class _Clock:
         # Weights in few bits are written out in 16 bits for a product.
         stage.memory += passes * (2.5 * weights.four_bit + unpacked_bytes(units)) / self.bandwidth
         stage.bus = self._bus(step.moved_input(index))
+        stage.between = self._between(name, moment)
         self._gather(stage, gathered)
         if moment == "backward":
             self._reduce(stage, units)
@@ -326,6 +335,16 @@ class _Clock:
         inside = sent * (1 - ring.crossing) / self.machine.node_link
         across = sent * ring.crossing / self.machine.network
         return max(inside, across) / LINK + ring.size * HOP
+
+    def _between(self, layer: str, moment: str) -> float:
+        """Seconds of the sums at the borders inside a layer; those of a layer that is recomputed come again."""
+        between = self.options.between
+        if between is None:
+            return 0.0
+        names = between.inside(layer)
+        seconds = sum(self._link(between.sent(name, moment, self.along_tp), self.along_tp) for name in names)
+        again = between.recomputed(self.along_tp, layer) if moment == "backward" and layer in between.levels else 0
+        return seconds + self._link(again, self.along_tp)
 
     def _bus(self, count: int) -> float:
         """Seconds of a copy between device and host."""

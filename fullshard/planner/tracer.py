@@ -20,6 +20,7 @@ from fullshard.config.errors import CapacityError, first_line
 from fullshard.device import accelerator
 from fullshard.device.torch_private import storage_id, version_of
 from fullshard.fsdp.compile import norms_between
+from fullshard.fsdp.local_axes import slice_shape
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.models.attention_masks import known_rows
 from fullshard.models.kernels_on_meta import WORKSPACES, device_kernels, product_workspace
@@ -134,7 +135,7 @@ def _unread_tokens(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered_dtypes(model: nn.Module, precision: MixedPrecision) -> Iterator[None]:
-    """Inside, parameters have the dtypes of gathered values, and no gradients."""
+    """Inside, parameters have the dtypes of gathered values, and the shapes of slices, and no gradients."""
     parameters = list(model.parameters())
     before = [(p, p.data, p.grad) for p in parameters]
     try:
@@ -142,6 +143,8 @@ def _gathered_dtypes(model: nn.Module, precision: MixedPrecision) -> Iterator[No
             p.grad = None
             if p.dtype != (dtype := precision.computed(p.dtype)):
                 p.data = p.data.to(dtype)
+            if p.is_meta and p.shape != (shape := slice_shape(p)):
+                p.data = p.data.new_empty(shape)
         yield
     finally:
         for p, data, grad in before:
