@@ -21,7 +21,7 @@ from fullshard.fsdp import checkpoint_module
 from fullshard.models.experts import use_own_experts
 from fullshard.quant import stored_files
 from fullshard.quant.quantize import quantize_model, quantized_experts, quantized_layers
-from fullshard.quant.shipped import Shipped
+from fullshard.quant.shipped import Shipped, Tensor
 from fullshard.quant.stored_format import StoredWeight
 from fullshard.weights.locate import open_source
 from fullshard.weights.merge_adapter import merge_adapter
@@ -265,6 +265,42 @@ def test_merged_dense_and_in_the_format_of_the_files(tmp_path: Path, kind: str) 
         how: Any = (Mxfp4Config if kind == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
         theirs = AutoModelForCausalLM.from_pretrained(again, dtype=torch.float32, quantization_config=how).state_dict()
         assert all(torch.equal(value, theirs[name]) for name, value in weights_of(loaded).items())
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("kind", ["fp8 partial blocks", *(pytest.param(k, marks=pytest.mark.slow) for k in MODELS)])
+def test_saved_as_it_was_loaded(tmp_path: Path, kind: str) -> None:
+    """Names, shapes and bytes of the packed tensors; experts one by one again."""
+    place = written(tmp_path / "model", kind)
+    load_pretrained(place, mesh_for("FULL_SHARD"), progress=False, dtype=torch.float32).save_pretrained(
+        tmp_path / "out"
+    )
+    runtime.barrier()
+    before, after = (load_file(folder / "model.safetensors") for folder in (place, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8)), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == json.loads((place / "config.json").read_text())["quantization_config"]
+
+
+def test_formats_of_a_model_may_have_scales_of_different_dtypes() -> None:
+    groups = {
+        "group_0": {"targets": ["re:.*self_attn.*"], "format": "float-quantized",
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+        "group_1": {"targets": ["Linear"], "format": "pack-quantized", "weights": GROUPS},
+    }  # fmt: skip
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    names = {"layers.0.self_attn.q_proj": torch.float32, "layers.0.mlp.up_proj": torch.bfloat16}
+    stored = {f"{name}.weight_scale": Tensor((4, 1), dtype) for name, dtype in names.items()}
+    shipped = Shipped.of(config).with_scales_of(stored)
+    found = [shipped.format_of(name, ["Linear"]) for name in names]
+    assert [(f.name, f.coding.scale) for f in found if f] == [
+        ("fp8 by channel", "float32"),
+        ("int4 groups of 16", "bfloat16"),
+    ]
+    with pytest.raises(QuantizationError, match="in several dtypes"):
+        shipped.with_scales_of({**stored, "layers.1.mlp.up_proj.weight_scale": Tensor((4, 1), torch.float16)})
 
 
 def test_a_dense_base_is_not_requantized(tmp_path: Path) -> None:
