@@ -158,7 +158,7 @@ def _as_stored(form: StoredFormat, dtypes: Iterable[torch.dtype]) -> StoredForma
             f"the files store scales of {form.name} weights in several dtypes ({', '.join(sorted(kinds))}); expected "
             f"one for all layers of a format"
         )
-    if not kinds or form.coding.scale in ("e4m3", "exponent"):
+    if not kinds or form.coding.codes == "e2m1":  # 4-bit floats have scales of one dtype only
         return form
     (kind,) = kinds
     rounded = (kind if kind in ("bfloat16", "float16") else "") if form.coding.rounded else ""
