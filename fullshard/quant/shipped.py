@@ -110,7 +110,16 @@ class Shipped:
 
     def with_scales_of(self, stored: Mapping[str, Tensor]) -> Shipped:
         """The same with the dtypes that scales have in the files."""
-        return replace(self, rules=tuple(replace(rule, format=_as_stored(rule.format, stored)) for rule in self.rules))
+        dtypes: list[set[torch.dtype]] = [set() for _ in self.rules]
+        for key, tensor in stored.items():
+            for rule, own in zip(self.rules, dtypes, strict=True):
+                end = rule.format.suffixes["scales"]
+                if key.endswith((f"weight{end}", f"_proj{end}")):
+                    layer = key.removesuffix(end).removesuffix(".weight")
+                    if len(self.rules) == 1 or self.format_of(layer, ("Linear",)) is rule.format:
+                        own.add(tensor.dtype)
+        rules = zip(self.rules, dtypes, strict=True)
+        return replace(self, rules=tuple(replace(rule, format=_as_stored(rule.format, own)) for rule, own in rules))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -141,16 +150,15 @@ def _rank(targets: Sequence[str], name: str, classes: Sequence[str]) -> int | No
     return min(ranks, default=None)
 
 
-def _as_stored(form: StoredFormat, stored: Mapping[str, Tensor]) -> StoredFormat:
-    end = form.suffixes["scales"]
-    dtypes = {t.dtype for key, t in stored.items() if key.endswith((f"weight{end}", f"_proj{end}"))}
+def _as_stored(form: StoredFormat, dtypes: Iterable[torch.dtype]) -> StoredFormat:
+    """The format with scales of this dtype."""
     kinds = {SCALES[dtype] for dtype in dtypes if dtype in SCALES}
     if len(kinds) > 1:
         raise QuantizationError(
             f"the files store scales of {form.name} weights in several dtypes ({', '.join(sorted(kinds))}); expected "
             f"one for all layers of a format"
         )
-    if not kinds or form.coding.scale in ("e4m3", "exponent"):
+    if not kinds or form.coding.codes == "e2m1":  # 4-bit floats have scales of one dtype only
         return form
     (kind,) = kinds
     rounded = (kind if kind in ("bfloat16", "float16") else "") if form.coding.rounded else ""

@@ -104,7 +104,7 @@ class StoredLinear(QuantizedLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a dense weight
-        self.stored_weight = StoredWeight(stored, out_features, in_features)
+        self.stored_weight, self.FORMAT = StoredWeight(stored, out_features, in_features), stored.name
         self._set_up(in_features, out_features, bias, None, device, dtype)
 
     @classmethod
@@ -114,11 +114,6 @@ class StoredLinear(QuantizedLinear):
         return layer
 
     # --- the weight ---------------------------------------------------------------------------------------------------
-
-    @property
-    def FORMAT(self) -> str:  # type: ignore[override]
-        """The name of the format in messages."""
-        return self.stored_weight.format.name
 
     def stored_weights(self) -> dict[str, StoredWeight]:
         """The weights in files, by the name of the dense one."""

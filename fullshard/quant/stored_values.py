@@ -113,8 +113,8 @@ def _zeros(coding: Coding, parts: Parts, tile: Tile) -> torch.Tensor:
 def encode(coding: Coding, weight: torch.Tensor, before: Parts | None = None) -> dict[str, torch.Tensor]:
     """Pack a dense matrix. Returns its parts as bytes.
 
-    With the parts of the matrix `before` it was changed, a block keeps its scale where that fits better than a new one,
-    and divisor, zero points and order stay as they are.
+    With the parts of the matrix `before` it was changed, the columns keep their order, and a block keeps its scale and
+    zero point where they leave a smaller error than new ones.
     """
     rows, columns = weight.shape
     shapes, weight = coding.shapes(rows, columns), weight.detach().float()

@@ -50,7 +50,9 @@ def test_bytes_from_config_alone(tmp_path: Path, kind: str) -> None:
 
     view = view_plan(plans[0])
     noted = {note for unit in view.units for row in unit.parameters for note in row.notes if note.startswith(kind)}
-    assert len(noted) == 1 and next(iter(noted)).endswith("with scales" if kind != "mxfp4" else "_scales")
+    name = parts[0].form
+    expected = {"scales"} if kind == "int4" else {"gate_up_proj_scales", "down_proj_scales"}
+    assert noted == {f"{name} with {part}" for part in expected | ({"scales"} if kind == "fp8" else set())}
     assert any("as the model's files store it" in line for line in legend_words(view))
     assert not any("one scale per row" in line for line in legend_words(view))
 

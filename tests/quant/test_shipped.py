@@ -21,7 +21,7 @@ from fullshard.fsdp import checkpoint_module
 from fullshard.models.experts import use_own_experts
 from fullshard.quant import stored_files
 from fullshard.quant.quantize import quantize_model, quantized_experts, quantized_layers
-from fullshard.quant.shipped import Shipped
+from fullshard.quant.shipped import Shipped, Tensor
 from fullshard.quant.stored_format import StoredWeight
 from fullshard.weights.locate import open_source
 from fullshard.weights.merge_adapter import merge_adapter
@@ -150,15 +150,15 @@ def compare(model: Any, alone: Any, steps: int = 3) -> None:
     """Losses of some steps, and the gradients after them."""
     expected = train(alone, steps, sharded=False)
     assert train(model, steps, sharded=True) == pytest.approx(expected, abs=1e-5)
-    assert expected[0] - min(expected) > 1e-4
     rows = batches(1)[0]
     ours, theirs = gradients(model, mine(rows)), gradients(alone, rows)
     assert ours.keys() == theirs.keys() and ours
     for name, gradient in theirs.items():
+        assert gradient.any(), name
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-TRAINED = ("mxfp4", "fp8 partial blocks", "int4")
+TRAINED = ("mxfp4", "fp8 partial blocks")
 
 
 @ranks(1, 2, 4)
@@ -267,6 +267,42 @@ def test_merged_dense_and_in_the_format_of_the_files(tmp_path: Path, kind: str) 
         assert all(torch.equal(value, theirs[name]) for name, value in weights_of(loaded).items())
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("kind", ["fp8 partial blocks", *(pytest.param(k, marks=pytest.mark.slow) for k in MODELS)])
+def test_saved_as_it_was_loaded(tmp_path: Path, kind: str) -> None:
+    """Names, shapes and bytes of the packed tensors; experts one by one again."""
+    place = written(tmp_path / "model", kind)
+    load_pretrained(place, mesh_for("FULL_SHARD"), progress=False, dtype=torch.float32).save_pretrained(
+        tmp_path / "out"
+    )
+    runtime.barrier()
+    before, after = (load_file(folder / "model.safetensors") for folder in (place, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8)), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == json.loads((place / "config.json").read_text())["quantization_config"]
+
+
+def test_formats_of_a_model_may_have_scales_of_different_dtypes() -> None:
+    groups = {
+        "group_0": {"targets": ["re:.*self_attn.*"], "format": "float-quantized",
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+        "group_1": {"targets": ["Linear"], "format": "pack-quantized", "weights": GROUPS},
+    }  # fmt: skip
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    names = {"layers.0.self_attn.q_proj": torch.float32, "layers.0.mlp.up_proj": torch.bfloat16}
+    stored = {f"{name}.weight_scale": Tensor((4, 1), dtype) for name, dtype in names.items()}
+    shipped = Shipped.of(config).with_scales_of(stored)
+    found = [shipped.format_of(name, ["Linear"]) for name in names]
+    assert [(f.name, f.coding.scale) for f in found if f] == [
+        ("fp8 by channel", "float32"),
+        ("int4 groups of 16", "bfloat16"),
+    ]
+    with pytest.raises(QuantizationError, match="in several dtypes"):
+        shipped.with_scales_of({**stored, "layers.1.mlp.up_proj.weight_scale": Tensor((4, 1), torch.float16)})
+
+
 def test_a_dense_base_is_not_requantized(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
     adapter_on(llama(), tmp_path / "model", tmp_path / "adapter")
@@ -361,6 +397,17 @@ def test_an_unpacked_head(tmp_path: Path) -> None:
     loaded = load_pretrained(tmp_path / "model", dtype=torch.float32, progress=False)
     assert torch.equal(loaded.get_output_embeddings().weight.full_tensor(), values["head"])
     assert dense.lm_head.weight.shape == values["head"].shape
+
+
+def test_scales_are_read_as_the_files_store_them(tmp_path: Path) -> None:
+    """DeepSeek-V3.1 says that its scales are exponents and stores them in fp32."""
+    dense = write(llama(), fp8(), tmp_path / "model").state_dict()
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    file.write_text(json.dumps(config))
+    ours = weights_of(load_pretrained(tmp_path / "model", dtype=torch.float32, progress=False))
+    assert all(torch.equal(value, dense[name]) for name, value in ours.items()) and len(ours) == 14
 
 
 def test_a_model_with_values_is_refused(tmp_path: Path) -> None:
