@@ -1,0 +1,137 @@
+"""Tokens to the ranks that hold their experts, and back.
+
+Along the mesh axis `ep` each rank holds some of a layer's experts. A rank sends each of its tokens once to every rank
+that holds one of its experts, with the numbers and routing weights of its experts. The experts there run as they do on
+one device, for the tokens of all ranks, and each token's sum over the experts of one rank returns to where the token
+came from. There the sums are added up in rank order, so results repeat bit for bit.
+
+Counts are exchanged first, so that messages have the size of what they carry; a rank without tokens takes part in every
+exchange. Backward makes the same exchanges in reverse.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fullshard.fsdp.comm import Link
+from fullshard.models.experts_math import Routing, combine
+
+
+class Sent(NamedTuple):
+    """The tokens that one call of a layer's experts has sent and received."""
+
+    routing: Routing
+    """Pairs of a token and a rank, sorted by rank: the rows that this rank sends."""
+    sent: list[int]
+    """The number of rows sent to each rank."""
+    received: list[int]
+    """The number of rows received from each."""
+    pairs: int
+    """The number of pairs of a received token and one of this rank's experts."""
+
+
+class Received(NamedTuple):
+    """The tokens that have experts on this rank."""
+
+    x: torch.Tensor
+    """[rows, in]"""
+    weights: torch.Tensor
+    """The routing weights of all their experts [rows, choices]."""
+    routing: Routing
+    """Their pairs with this rank's experts."""
+    sent: Sent
+    """What brings the results back."""
+
+
+class Dispatch:
+    """The way of a layer's tokens to their experts."""
+
+    def __init__(self, link: Link, experts: int, name: str, number: int) -> None:
+        assert experts % link.size == 0, f"{experts} experts over {link.size} ranks"
+        self.link, self.name = link, name
+        self.number = number
+        """Of the layer: ranks in different layers never accept each other's messages."""
+        self.count = experts // link.size
+        """The number of experts of a rank."""
+        self.first = self.count * link.index
+        """The first of this rank's."""
+
+    def __repr__(self) -> str:
+        return f"Dispatch(experts {self.first} to {self.first + self.count - 1} of {self.count * self.link.size})"
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of this rank's experts, of a tensor with those of all."""
+        return values[self.first : self.first + self.count]
+
+    def send(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> Received:
+        """Send tokens [tokens, in] with the weights and the numbers of their experts [tokens, choices]."""
+        sent = self._plan(chosen)
+        rows, weights, here = _Send.apply(self, sent, x, weights, chosen)
+        return Received(rows, weights, Routing.of(here, self.count).cut(sent.pairs), sent)
+
+    def back(self, out: torch.Tensor, sent: Sent) -> torch.Tensor:
+        """The sum over the experts of each token, from the results for the rows received."""
+        total: torch.Tensor = _Return.apply(self, sent, out)
+        return total
+
+    def _plan(self, chosen: torch.Tensor) -> Sent:
+        """Which tokens go where. The host waits for the counts."""
+        size = self.link.size
+        holder = chosen // self.count  # [tokens, choices]
+        ranks = torch.arange(size, device=chosen.device)
+        pairs = (holder[:, :, None] == ranks).sum(1)  # [tokens, ranks]
+        routing = Routing.of(torch.where(pairs > 0, ranks, size), size)
+        counts = torch.stack([routing.ends.diff(prepend=routing.ends.new_zeros(1)).long(), pairs.sum(0)], 1)
+        (theirs,) = self.exchange([counts], [1] * size, [1] * size)
+        sent, received, here = torch.cat([counts[:, 0], theirs[:, 0], theirs[:, 1]]).view(3, size).tolist()
+        return Sent(routing.cut(sum(sent)), sent, received, sum(here))
+
+    def exchange(self, tensors: list[torch.Tensor], sent: list[int], received: list[int]) -> list[torch.Tensor]:
+        """Exchange rows of tensors between the ranks of `ep`."""
+        meter = self.link.meter
+        with meter.sending(meter.tokens_sent, self.name):
+            return self.link.exchange(tensors, sent, received, self.number).wait()
+
+
+class _Send(torch.autograd.Function):
+    """Rows to the ranks that hold their experts; gradients come back and are added up."""
+
+    @staticmethod
+    def forward(ctx, dispatch, sent, x, weights, chosen):  # type: ignore[no-untyped-def]
+        ctx.dispatch, ctx.sent, ctx.tokens = dispatch, sent, len(x)
+        tokens = sent.routing.tokens
+        carried = [t.index_select(0, tokens) for t in (x, weights, chosen.to(torch.int32))]
+        rows, weights, numbers = dispatch.exchange(carried, sent.sent, sent.received)
+        here = numbers - dispatch.first
+        here = torch.where((here >= 0) & (here < dispatch.count), here, dispatch.count)
+        ctx.mark_non_differentiable(here)
+        return rows, weights, here
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        dispatch, sent = ctx.dispatch, ctx.sent
+        wanted = [i for i in range(2) if ctx.needs_input_grad[2 + i]]
+        back = dispatch.exchange([grads[i].contiguous() for i in wanted], sent.received, sent.sent)
+        sums = {i: combine(rows, None, sent.routing) for i, rows in zip(wanted, back, strict=True)}
+        return None, None, sums.get(0), sums.get(1), None
+
+
+class _Return(torch.autograd.Function):
+    """Rows back to their tokens' rank, where those of a token are added up."""
+
+    @staticmethod
+    def forward(ctx, dispatch, sent, out):  # type: ignore[no-untyped-def]
+        ctx.dispatch, ctx.sent = dispatch, sent
+        (rows,) = dispatch.exchange([out.contiguous()], sent.received, sent.sent)
+        return combine(rows, None, sent.routing)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        dispatch, sent = ctx.dispatch, ctx.sent
+        rows = grad.index_select(0, sent.routing.tokens)
+        (out,) = dispatch.exchange([rows], sent.sent, sent.received)
+        return None, None, out
