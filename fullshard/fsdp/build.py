@@ -114,7 +114,7 @@ def assemble(root: nn.Module, options: Options, wrapped_class: type[WrappedModul
     sync = _materialize(root, options, ignored)
     plan = _make_plan(root, chosen, inner_units, options, ignored)
     _require_equal_plans(plan, options)
-    context = _context(options)
+    context = _context(options, plan)
     units = _make_units(root, plan, inner_units, options, context, sync, ignored)
     shard.place_buffers(root, options.mesh, ignored, options.precision.buffer_dtype, sync)
     settings = PrefetchSettings(options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight)
@@ -150,13 +150,15 @@ def _attach(unit: Unit, engine: Engine, options: Options, shard_output: Any) -> 
     module._fullshard_output = OutputRule(shard_output, options.mesh, (*options.replica_axes, "fsdp"))
 
 
-def _context(options: Options) -> EngineContext:
+def _context(options: Options, plan: ShardingPlan) -> EngineContext:
     meter, device = Meter(), runtime.device()
+    summed = sorted({p.summed_axes for unit in plan.units for p in unit.parameters if p.summed_axes})
     reduce_stream = SideStream(device)
     return EngineContext(
         gather_link=make_link(options.mesh, ("fsdp",), "gather", options.timeout, meter),
         reduce_link=make_link(options.mesh, ("fsdp",), "reduce", options.timeout, meter),
         replica_link=make_link(options.mesh, options.replica_axes, "replica", options.timeout, meter),
+        term_links={axes: make_link(options.mesh, axes, "terms", options.timeout, meter) for axes in summed},
         meter=meter,
         gather_stream=SideStream(device),
         reduce_stream=reduce_stream,

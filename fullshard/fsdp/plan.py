@@ -52,6 +52,10 @@ class ParameterPlan:
     """Whether every rank holds it whole in host memory, and reads it there (`host_embedding.py`)."""
     offloaded: bool = False
     """Whether its shards are in host memory, from which they are copied when it is gathered."""
+    local_axes: tuple[str, ...] = ()
+    """The axes of `spec` along which its module computes with this rank's slice (`local_axes.py`)."""
+    summed_axes: tuple[str, ...] = ()
+    """The axes along which each rank has a term of its gradient."""
 
     @property
     def name(self) -> str:
@@ -256,6 +260,8 @@ def _line(p: ParameterPlan) -> str:
         notes.append("on the host")
     if not p.on_host and not p.direct:
         notes.append("bucket")
+    if p.summed_axes:
+        notes.append(f"gradient summed over {', '.join(p.summed_axes)}")
     if p.padding:
         notes.append(f"padded by {p.padding}")
     if len(p.names) > 1:

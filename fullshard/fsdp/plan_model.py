@@ -17,6 +17,7 @@ from torch import nn
 from fullshard.config.errors import FSDPError
 from fullshard.device.torch_private import parameters_of
 from fullshard.fsdp.host_embedding import stays_on_host
+from fullshard.fsdp.local_axes import local_axes_of
 from fullshard.fsdp.offload import is_offloaded
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.plan_layout import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, PlanInputs, plan_parameter, plan_unit
@@ -175,4 +176,7 @@ def plan_for(names: list[str], parameter: nn.Parameter, inputs: PlanInputs) -> P
         inputs = dataclasses.replace(inputs, strategy=ShardingStrategy.NO_SHARD)
     plan = plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, inputs)
     offloaded = not on_host and (inputs.offload or is_offloaded(parameter))
-    return dataclasses.replace(plan, on_host=on_host, offloaded=offloaded)
+    local = local_axes_of(parameter)
+    return dataclasses.replace(
+        plan, on_host=on_host, offloaded=offloaded, local_axes=local.split, summed_axes=local.summed
+    )

@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard.config.errors import ConfigError
 from fullshard.device import accelerator
-from fullshard.distributed import engines, runtime
+from fullshard.distributed import data_ranks, engines, runtime
 from fullshard.fsdp import (
     FSDPv2,
     MixedPrecision,
@@ -37,6 +37,7 @@ def shard_model(
 ) -> Any:  # fmt: skip
     """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings;
     `say` is called when compilation begins."""
+    _refuse_tensor_parallelism(settings)
     mesh = mesh if mesh is not None else build_mesh(settings)
     if (dtype := engines.current().buffer_dtype(settings)) is not None:
         precision = MixedPrecision.of(overrides.get("mixed_precision", settings.mixed_precision))
@@ -63,14 +64,27 @@ def plan_sharding(
 ) -> ShardingPlan:
     """The plan by which `shard_model` would shard a model on ranks with a device of this type each. The mesh may be
     absent."""
+    _refuse_tensor_parallelism(settings)
     options = {**fsdp_options(model, settings), **overrides}
     return plan_fsdp(model, mesh, point_to_point=not accelerator.is_accelerator(device), **options)
+
+
+def _refuse_tensor_parallelism(settings: EngineSettings) -> None:
+    if settings.tp_size > 1:
+        raise ConfigError(f"tp_size {settings.tp_size}: tensor parallelism is not supported yet; use 1")
 
 
 def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> VirtualMesh:
     """The mesh of the strategy over processes that need not exist."""
     shape = settings.mesh_shape(processes, nodes)
     return VirtualMesh(tuple(shape.values()), tuple(shape))
+
+
+def join_ranks(settings: EngineSettings) -> None:
+    """Connect the ranks, on the device that the settings choose, and divide the rows among them."""
+    runtime.use_spmd(device="cpu" if settings.use_cpu else None)
+    settings.mesh_shape(runtime.global_device_count(), runtime.node_count())
+    data_ranks.share_rows(settings.ranks_per_row)
 
 
 def build_mesh(settings: EngineSettings) -> Mesh:

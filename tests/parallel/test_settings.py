@@ -61,7 +61,7 @@ BESIDES = {
 """What else must be set for an option to matter."""
 ON_XLA = {"xla_fsdp_v2", "xla_fsdp_grad_ckpt"}
 """Options that matter on the XLA engine only: `test_xla_settings.py`."""
-REFUSED = {"xla": True, "xla_fsdp_settings": "no file", "tp_size": 2, "cp_size": 2, "sp_size": 2}
+REFUSED = {"xla": True, "xla_fsdp_settings": "no file", "tp_size": 2, "ep_size": 2, "cp_size": 2, "sp_size": 2}
 
 
 def facts(settings: EngineSettings) -> dict[str, object]:
@@ -102,7 +102,7 @@ def test_every_option_changes_the_run():
             continue
         if one.name in REFUSED:
             with pytest.raises(ConfigError, match=one.name):
-                EngineSettings(**{one.name: REFUSED[one.name]})
+                facts(EngineSettings(**{one.name: REFUSED[one.name]}))
             continue
         besides = BESIDES.get(one.name, {})
         before = facts(EngineSettings(**besides))
@@ -207,3 +207,46 @@ def test_ignored_options_are_read_and_belong_to_no_configuration():
     assert settings_from_trainer_flags(fsdp_config=section) == EngineSettings()
     with pytest.raises(ConfigError, match="use_orig_params: expected true or false, got 'perhaps'"):
         settings_from_trainer_flags(fsdp_config={"use_orig_params": "perhaps"})
+
+
+def mesh_of(world=8, nodes=1, **sizes):
+    return EngineSettings(**sizes).mesh_shape(world, nodes)
+
+
+def test_the_sizes_of_the_mesh():
+    assert mesh_of() == {"fsdp": 8}
+    assert list(mesh_of(tp_size=2).items()) == [("fsdp", 4), ("tp", 2)]
+    assert mesh_of(tp_size=8) == {"fsdp": 1, "tp": 8}
+    assert mesh_of(tp_size=2, dp_replicate_size=2) == {"replica": 2, "fsdp": 2, "tp": 2}
+    assert mesh_of(tp_size=2, dp_replicate_size=2, dp_shard_size=2) == {"replica": 2, "fsdp": 2, "tp": 2}
+    assert mesh_of(nodes=2, tp_size=2, sharding_strategy="HYBRID_SHARD") == {"replica": 2, "fsdp": 2, "tp": 2}
+    assert EngineSettings().expert_mesh_shape(8, 1) == {"fsdp": 8, "ep": 1}
+    assert EngineSettings(dp_replicate_size=2).expert_mesh_shape(8, 1) == {"replica": 2, "fsdp": 4, "ep": 1}
+    experts = EngineSettings(dp_replicate_size=2, tp_size=2)
+    object.__setattr__(experts, "ep_size", 4)
+    assert experts.expert_mesh_shape(8, 1) == {"replica": 2, "fsdp": 1, "ep": 4}
+    object.__setattr__(experts, "ep_size", 3)
+    with pytest.raises(ConfigError, match=r"ep_size 3 with 4 ranks per replica: .* divides their number: 1, 2, 4"):
+        experts.mesh_shape(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"tp_size": 3}, "tp_size 3 on 8 processes: expected a size that divides their number: 1, 2, 4, 8"),
+        ({"tp_size": 0}, "tp_size: expected 1 or more, got 0"),
+        ({"dp_shard_size": 3, "tp_size": 2}, "dp_shard_size 3 .* on 8 processes with tp_size 2: expected 4"),
+        ({"dp_replicate_size": 3, "tp_size": 2}, "need 6 processes .* but there are 8; .*: 1 of 4, 2 of 2, 4 of 1"),
+        ({"ep_size": 2}, "ep_size 2: expert parallelism is not supported yet; use 1"),
+        ({"cp_size": 2}, "cp_size 2: context parallelism is not supported yet; use 1"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes, text):
+    with pytest.raises(ConfigError, match=text):
+        mesh_of(**sizes)
+
+
+def test_the_sizes_of_the_mesh_are_variables():
+    settings = EngineSettings(tp_size=2, dp_replicate_size=2)
+    variables = settings.to_environment()
+    assert variables["PARALLELISM_CONFIG_TP_SIZE"] == "2" and EngineSettings.from_environment(variables) == settings
