@@ -63,6 +63,12 @@ def local_axes_of(parameter: torch.Tensor) -> LocalAxes:
     return axes
 
 
+def forget_slices(parameter: nn.Parameter) -> None:
+    """Remove the annotation of a parameter, for another plan."""
+    for name in ("_fullshard_layout", "_fullshard_local"):
+        vars(parameter).pop(name, None)
+
+
 def copy_local_axes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Annotate a parameter that replaces another one."""
     if hasattr(source, "_fullshard_local"):

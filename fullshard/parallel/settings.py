@@ -138,7 +138,6 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for wrong, text in (
             (self.mixed_precision == "fp8", "mixed_precision: fp8 is not supported; use bf16, fp16 or no"),
-            (self.ep_size > 1, f"ep_size {self.ep_size}: expert parallelism is not supported yet; use 1"),
             (self.cp_size > 1, f"cp_size {self.cp_size}: context parallelism is not supported yet; use 1"),
             (self.sp_size > 1, f"sp_size {self.sp_size}: sequence parallelism is not supported; use 1"),
             (

@@ -25,6 +25,7 @@ from fullshard.quant.expert_weights import FusedWeight
 from fullshard.quant.grouped_product import BUFFER, Stack, quantized
 from fullshard.quant.ops import compute_dtype
 from fullshard.quant.sharded_groups import GroupRun, Parts, Scheme
+from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
 
 PARTS = ("packed", "absmax", "nested")
@@ -109,8 +110,10 @@ class NF4Experts(nn.Module):
         return self.compute_dtype or compute_dtype(x)
 
     def expert_stack(self, name: str) -> Stack:
-        """A weight for grouped products."""
-        return quantized(self.scheme, self.fused[name], self.parts(name))
+        """A weight for grouped products: of all experts, or of those that this rank holds."""
+        parts, (_, *matrix) = self.parts(name), self.fused[name]
+        count = len(parts["packed"]) // self.scheme.groups(math.prod(matrix))
+        return quantized(self.scheme, (count, *matrix), parts)
 
     def dequantize(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A weight as a dense tensor."""
@@ -152,10 +155,10 @@ class NF4Experts(nn.Module):
     def finish_reading(self, read: dict[str, list[GroupRun]], pieces: Any) -> None:
         """Do the steps that need all ranks, and store this rank's rows."""
         for name, (count, *matrix) in self.fused.items():
-            mesh = pieces[name].mesh
-            split = any(p.is_shard() for p in parameters_of(self)[name].placements)
-            group = mesh.get_group(mesh.get_axis_name_idx("fsdp")) if split else None
-            parts = sharded_groups.finish_runs(read[name], count, math.prod(matrix), self.scheme, group)
+            group = sharded_groups.ranks_of_shards(parameters_of(self)[name])
+            here = _experts_of_rank(pieces[name].mesh, count)
+            runs = [run._replace(matrix=max(run.matrix - here.start, 0)) for run in read[name]]
+            parts = sharded_groups.finish_runs(runs, len(here), math.prod(matrix), self.scheme, group)
             for part, value in parts.items():
                 pieces[parameter_name(name, part)].local.copy_(value)
 
@@ -198,6 +201,15 @@ class NF4Experts(nn.Module):
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name} {shape}" for name, shape in self.fused.items())
         return f"{shapes}: {self.scheme.quant_type}, blocks of {self.scheme.blocksize}"
+
+
+def _experts_of_rank(mesh: Mesh, count: int) -> range:
+    """The experts that this rank and those along `fsdp` hold: all, if there is no axis `ep`."""
+    axis, place = mesh.get_axis_name_idx("ep"), mesh.coordinate(runtime.rank())
+    if axis is None or place is None:
+        return range(count)
+    each = count // mesh.mesh_shape[axis]
+    return range(each * place[axis], each * (place[axis] + 1))
 
 
 def parameter_name(name: str, part: str) -> str:

@@ -1,0 +1,75 @@
+"""Expert parallelism: which parameters are split by expert, and over which ranks.
+
+`ep` divides the ranks of a replica a second time, for experts only: the mesh of experts is `(replica, fsdp, ep)` over
+the same ranks. Along `ep` each rank holds some of a layer's experts, and tokens travel to them
+(`models/experts_dispatch.py`); over the remaining ranks each expert is sharded and gathered as usual. What is split are
+the stacks of the modules that run our experts implementation, whatever they are stored in. Adapters on them stay on the
+model's mesh: they are small, every rank gathers them, and each applies those of its experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fullshard.config.errors import ConfigError
+from fullshard.device.torch_private import parameters_of
+from fullshard.fsdp.build import make_link
+from fullshard.fsdp.local_axes import compute_with_slices, forget_slices
+from fullshard.models.causal_lm import get_causal_lm
+from fullshard.models.experts import DISPATCH, experts_modules, has_experts, use_own_experts
+from fullshard.models.experts_dispatch import Dispatch
+from fullshard.quant.expert_adapters import runs_own_experts
+from fullshard.spmd.mesh import Mesh
+
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""The weights of experts; their biases and the parts of their 4-bit form have names that begin so."""
+
+
+def split_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Annotate the experts of a model, before it is wrapped, with the mesh of experts."""
+    size = mesh.shape()["ep"]
+    modules = _checked(model, size) if size > 1 else list(experts_modules(model))
+    for _, module in modules:
+        for name, parameter in parameters_of(module).items():
+            if parameter is not None and name.startswith(STACKS):
+                forget_slices(parameter)
+                if size > 1:
+                    compute_with_slices(parameter, mesh, ("ep", *[None] * (parameter.ndim - 1)))
+
+
+def connect_experts(wrapped: Any, mesh: Mesh, timeout: float | None) -> None:
+    """Let the experts of a wrapped model receive tokens of other ranks. All ranks must call it."""
+    if mesh.shape()["ep"] == 1:
+        return
+    link = make_link(mesh, ("ep",), "experts", timeout, wrapped.meter)
+    for number, (name, module) in enumerate(experts_modules(wrapped)):
+        setattr(module, DISPATCH, Dispatch(link, count_experts(module), name, number))
+
+
+def count_experts(module: Any) -> int:
+    """The number of experts of a module, on all ranks together."""
+    fused = getattr(module, "fused", None)  # in 4 bits, a row is not an expert
+    if fused is not None:
+        return int(next(iter(fused.values()))[0])
+    return int(parameters_of(module)["down_proj"].shape[0])
+
+
+def _checked(model: nn.Module, size: int) -> list[tuple[str, Any]]:
+    """The modules with experts; raises if one cannot be split over so many ranks."""
+    inner = get_causal_lm(model)
+    name = type(inner).__name__
+    modules = list(experts_modules(model))
+    if not modules:
+        why = "does not take its experts from transformers' interface" if has_experts(inner) else "has no experts"
+        raise ConfigError(f"ep_size {size}: {name} {why}; use 1")
+    if not all(runs_own_experts(module) for _, module in modules) and not use_own_experts(model):
+        raise ConfigError(f"ep_size {size}: the experts of {name} run only in transformers' own code; use 1")
+    for path, module in modules:
+        if (count := count_experts(module)) % size:
+            sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise ConfigError(
+                f"ep_size {size}: {path} has {count} experts; expected a size that divides their number: {sizes}"
+            )
+    return modules
