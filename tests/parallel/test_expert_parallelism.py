@@ -133,9 +133,14 @@ def test_what_cannot_be_split() -> None:
         with pytest.raises(ConfigError, match=text):
             shard_model(model, EngineSettings(ep_size=2, **options))
 
-    refused(make("Llama4Text"), "Llama4TextForCausalLM does not take its experts from transformers' interface; use 1")
+    refused(make("Llama4Text"), "Llama4ForCausalLM does not take its experts from transformers' interface; use 1")
     refused(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2)), "has no experts; use")
-    refused(make("Qwen3Moe", num_experts=5), "has 5 experts; expected a size that divides their number: 1, 5")
+    config = make("Qwen3Moe").config
+    config.num_experts = 5
+    refused(
+        transformers.AutoModelForCausalLM.from_config(config),
+        "has 5 experts; expected a size that divides their number: 1, 5",
+    )
     with pytest.raises(ConfigError, match="ep_size 4 with 2 ranks per replica: .*: 1, 2"):
         shard_model(make("Qwen3Moe"), EngineSettings(ep_size=4))
 

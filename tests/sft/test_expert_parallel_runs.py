@@ -1,0 +1,78 @@
+"""Runs with experts split over ranks: the losses and files of a run that splits none, whatever is resumed with what."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.distributed import runtime
+from fullshard.sft.trainer import SFTTrainer
+from tests.data.tiny import make_tokenizer, text_rows
+from tests.pool import ranks
+from tests.sft.runs import global_batch, losses, settings
+from tests.sft.test_all_linear import make
+from tests.sft.test_qlora import FOUR_BITS
+
+LORA = {"use_peft_lora": True, "lora_r": 2, "lora_alpha": 4, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "qlora": {**LORA, **FOUR_BITS}}
+
+
+def start(place: Path, name: str, family: str, kind: str, ep: int, **changes: Any) -> SFTTrainer:
+    if runtime.is_main() and not (place / "model").exists():
+        make(family).save_pretrained(place / "model")
+        make_tokenizer().save_pretrained(place / "model")
+    runtime.barrier()
+    values = {"learning_rate": 5e-3, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2}
+    values |= {"router_aux_loss_coef": 0.0} if family == "GptOss" else {}
+    config = settings(
+        place / name, **{**values, **KINDS[kind], **global_batch(runtime.world_size()), "max_length": 32, **changes}
+    )
+    trainer = SFTTrainer(model=str(place / "model"), args=config, train_dataset=text_rows(40))
+    trainer.parts = dataclasses.replace(
+        trainer.parts, engine=dataclasses.replace(trainer.parts.engine, ep_size=ep)
+    )  # fmt: skip
+    return trainer
+
+
+def check(place: Path, family: str, kind: str, sizes: tuple[int, ...]) -> None:
+    whole = start(place, "whole", family, kind, 1, max_steps=2 * len(sizes))
+    whole.train()
+    ours = []
+    for i, size in enumerate(sizes):
+        part = start(place, "part", family, kind, size, max_steps=2 * (i + 1), resume=i > 0, overwrite=i == 0)
+        part.train()
+        ours += losses(part)[-2:]
+        assert any(unit.axes for unit in part.model.plan.units) == (size > 1)
+    assert ours == pytest.approx(losses(whole), abs=1e-4)
+    for trainer, name in ((whole, "whole"), (part, "part")):
+        trainer.save_model(place / f"{name}-files")
+    runtime.barrier()
+    if runtime.is_main():
+        first, second = (files(place / f"{name}-files") for name in ("whole", "part"))
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            torch.testing.assert_close(second[name], value, rtol=0, atol=1e-4, msg=name)
+    runtime.barrier()
+
+
+def files(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+@ranks(2)
+def test_resumed_without_ep(tmp_path: Path) -> None:
+    check(tmp_path, "Qwen3Moe", "lora", (2, 1))
+
+
+@ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["GptOss", "DeepseekV3"])
+def test_resumed_with_other_sizes(family: str, kind: str, tmp_path: Path) -> None:
+    check(tmp_path, family, kind, (4, 1, 2))
