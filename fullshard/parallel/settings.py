@@ -118,7 +118,8 @@ class EngineSettings:
     """Tensor parallelism: the number of consecutive ranks that compute parts of the same rows, each with its own heads,
     columns of products, and tokens of the vocabulary."""
     ep_size: int = _sizes(1, env="PARALLELISM_CONFIG_EP_SIZE", flags=("ep_size",))
-    """Expert parallelism. Only 1: it is not supported yet."""
+    """Expert parallelism: the number of consecutive ranks that divide the experts of each layer among them. Tokens travel
+    to their experts; over the remaining ranks of a replica each expert is sharded."""
     cp_size: int = _sizes(1, env="PARALLELISM_CONFIG_CP_SIZE", flags=("cp_size",))
     """Context parallelism. Only 1: it is not supported yet."""
     sp_size: int = _sizes(1, env="PARALLELISM_CONFIG_SP_SIZE")
@@ -140,6 +141,15 @@ class EngineSettings:
             (self.mixed_precision == "fp8", "mixed_precision: fp8 is not supported; use bf16, fp16 or no"),
             (self.cp_size > 1, f"cp_size {self.cp_size}: context parallelism is not supported yet; use 1"),
             (self.sp_size > 1, f"sp_size {self.sp_size}: sequence parallelism is not supported; use 1"),
+            (
+                self.ep_size > 1 and self.tp_size > 1,
+                f"ep_size {self.ep_size} with tp_size {self.tp_size}: not supported together yet; set one of them to 1",
+            ),
+            (
+                self.ep_size > 1 and self.backend.lower() != "no",
+                f"ep_size {self.ep_size} with dynamo_backend {self.backend} (torch_compile): layers whose experts are on "
+                f"other ranks are not compiled yet; use dynamo_backend no (torch_compile false), or ep_size 1",
+            ),
             (
                 self.activation_checkpointing_offload and not self.activation_checkpointing,
                 "fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true",

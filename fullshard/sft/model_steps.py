@@ -55,7 +55,7 @@ def choose_compilation(
 ) -> EngineSettings:
     """The sharding settings with the compiler that `torch_compile` leaves open: torch's default one on GPUs, where
     so many steps of a model of this size amortize compilation."""
-    if config.torch_compile is not None or engine.backend.lower() != "no":
+    if config.torch_compile is not None or engine.backend.lower() != "no" or engine.ep_size > 1:
         return engine
     if not accelerator.runs_inductor(device) or training_flops(config, parameters, steps) < COMPILE_FROM:
         return engine
