@@ -6,16 +6,22 @@ one device, for the tokens of all ranks, and each token's sum over the experts o
 came from. There the sums are added up in rank order, so results repeat bit for bit.
 
 Counts are exchanged first, so that messages have the size of what they carry; a rank without tokens takes part in every
-exchange. Backward makes the same exchanges in reverse.
+exchange. Backward makes the same exchanges in reverse. In a plan the other ranks are `AbsentRanks`: the same code runs
+on the meta device, for the rank with the busiest expert.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.fsdp.comm import Link
+from fullshard.device import accelerator
+from fullshard.fsdp.comm import Link, bytes_to_others
+from fullshard.fsdp.counters import Meter
 from fullshard.models.experts_math import Routing, combine
 
 
@@ -45,10 +51,26 @@ class Received(NamedTuple):
     """What brings the results back."""
 
 
+@dataclass
+class AbsentRanks:
+    """The ranks of `ep` in a plan: exchanges on the meta device, which are counted."""
+
+    size: int
+    index: int = 0
+    meter: Meter = field(default_factory=Meter)
+
+    def exchange(
+        self, tensors: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Tensors of the sizes that would arrive."""
+        self.meter.bytes_sent += sum(bytes_to_others(t, sent, self.index) for t in tensors)
+        return [t.new_empty(sum(received), *t.shape[1:]) for t in tensors]
+
+
 class Dispatch:
     """The way of a layer's tokens to their experts."""
 
-    def __init__(self, link: Link, experts: int, name: str, number: int) -> None:
+    def __init__(self, link: Link | AbsentRanks, experts: int, name: str, number: int) -> None:
         assert experts % link.size == 0, f"{experts} experts over {link.size} ranks"
         self.link, self.name = link, name
         self.number = number
@@ -67,7 +89,8 @@ class Dispatch:
 
     def send(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> Received:
         """Send tokens [tokens, in] with the weights and the numbers of their experts [tokens, choices]."""
-        sent = self._plan(chosen)
+        sent = self._expected(chosen) if chosen.is_meta else self._counted(chosen)
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         rows, weights, here = _Send.apply(self, sent, x, weights, chosen)
         return Received(rows, weights, Routing.of(here, self.count).cut(sent.pairs), sent)
 
@@ -76,22 +99,47 @@ class Dispatch:
         total: torch.Tensor = _Return.apply(self, sent, out)
         return total
 
-    def _plan(self, chosen: torch.Tensor) -> Sent:
+    def _counted(self, chosen: torch.Tensor) -> Sent:
         """Which tokens go where. The host waits for the counts."""
         size = self.link.size
-        holder = chosen // self.count  # [tokens, choices]
-        ranks = torch.arange(size, device=chosen.device)
-        pairs = (holder[:, :, None] == ranks).sum(1)  # [tokens, ranks]
-        routing = Routing.of(torch.where(pairs > 0, ranks, size), size)
+        routing, pairs = self._by_rank(chosen)
         counts = torch.stack([routing.ends.diff(prepend=routing.ends.new_zeros(1)).long(), pairs.sum(0)], 1)
         (theirs,) = self.exchange([counts], [1] * size, [1] * size)
         sent, received, here = torch.cat([counts[:, 0], theirs[:, 0], theirs[:, 1]]).view(3, size).tolist()
         return Sent(routing.cut(sum(sent)), sent, received, sum(here))
 
+    def _by_rank(self, chosen: torch.Tensor) -> tuple[Routing, torch.Tensor]:
+        """Tokens sorted by the ranks that they go to, and the experts of each token on each rank [tokens, ranks]."""
+        ranks = torch.arange(self.link.size, device=chosen.device)
+        pairs = ((chosen // self.count)[:, :, None] == ranks).sum(1)
+        return Routing.of(torch.where(pairs > 0, ranks, self.link.size), self.link.size), pairs
+
+    def _expected(self, chosen: torch.Tensor) -> Sent:
+        """The same in a plan, for the first rank, which has the busiest expert: a token chooses its experts at random,
+        without repetition."""
+        (tokens, choices), size = chosen.shape, self.link.size
+        experts = self.count * size
+        self.exchange([chosen.new_empty(size, 2, dtype=torch.int64)], [1] * size, [1] * size)
+        routing, _ = self._by_rank(chosen)
+        everyone = tokens * choices * size
+        here = sum(accelerator.rows_of_groups(everyone, experts)[: self.count])
+
+        def rows(share: float) -> int:
+            """Of the tokens of a rank, those with an expert on a rank that has this share of all pairs."""
+            missed = (max(0.0, (1 - share) * experts - i) / (experts - i) for i in range(choices))
+            return math.ceil(tokens * (1 - math.prod(missed)))
+
+        busiest = rows(here / everyone) if everyone else 0
+        others = rows((1 - here / everyone) / (size - 1)) if everyone else 0
+        sent = [busiest, *[others] * (size - 1)]
+        return Sent(routing.cut(sum(sent)), sent, [busiest] * size, here)
+
     def exchange(self, tensors: list[torch.Tensor], sent: list[int], received: list[int]) -> list[torch.Tensor]:
         """Exchange rows of tensors between the ranks of `ep`."""
         meter = self.link.meter
         with meter.sending(meter.tokens_sent, self.name):
+            if isinstance(self.link, AbsentRanks):
+                return self.link.exchange(tensors, sent, received)
             return self.link.exchange(tensors, sent, received, self.number).wait()
 
 

@@ -19,19 +19,22 @@ from fullshard.fsdp.build import make_link
 from fullshard.fsdp.local_axes import compute_with_slices, forget_slices
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.experts import DISPATCH, experts_modules, has_experts, use_own_experts
-from fullshard.models.experts_dispatch import Dispatch
+from fullshard.models.experts_dispatch import AbsentRanks, Dispatch
 from fullshard.quant.expert_adapters import runs_own_experts
-from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.mesh import Mesh, VirtualMesh
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """The weights of experts; their biases and the parts of their 4-bit form have names that begin so."""
 
 
 def split_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Annotate the experts of a model, before it is wrapped, with the mesh of experts."""
+    """Annotate the experts of a model, before it is wrapped or planned, with the mesh of experts."""
     size = mesh.shape()["ep"]
     modules = _checked(model, size) if size > 1 else list(experts_modules(model))
-    for _, module in modules:
+    for number, (path, module) in enumerate(modules):
+        vars(module).pop(DISPATCH, None)
+        if size > 1 and isinstance(mesh, VirtualMesh):
+            setattr(module, DISPATCH, Dispatch(AbsentRanks(size), count_experts(module), path, number))
         for name, parameter in parameters_of(module).items():
             if parameter is not None and name.startswith(STACKS):
                 forget_slices(parameter)

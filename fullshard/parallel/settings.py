@@ -118,8 +118,8 @@ class EngineSettings:
     """Tensor parallelism: the number of consecutive ranks that compute parts of the same rows, each with its own heads,
     columns of products, and tokens of the vocabulary."""
     ep_size: int = _sizes(1, env="PARALLELISM_CONFIG_EP_SIZE", flags=("ep_size",))
-    """Expert parallelism: the number of consecutive ranks that divide the experts of each layer among them. Tokens travel
-    to their experts; over the remaining ranks of a replica each expert is sharded."""
+    """Expert parallelism: the number of consecutive ranks that divide the experts of each layer among them. Tokens
+    travel to their experts; over the remaining ranks of a replica each expert is sharded."""
     cp_size: int = _sizes(1, env="PARALLELISM_CONFIG_CP_SIZE", flags=("cp_size",))
     """Context parallelism. Only 1: it is not supported yet."""
     sp_size: int = _sizes(1, env="PARALLELISM_CONFIG_SP_SIZE")
@@ -147,8 +147,8 @@ class EngineSettings:
             ),
             (
                 self.ep_size > 1 and self.backend.lower() != "no",
-                f"ep_size {self.ep_size} with dynamo_backend {self.backend} (torch_compile): layers whose experts are on "
-                f"other ranks are not compiled yet; use dynamo_backend no (torch_compile false), or ep_size 1",
+                f"ep_size {self.ep_size} with dynamo_backend {self.backend} (torch_compile): layers whose experts are "
+                f"on other ranks are not compiled yet; use dynamo_backend no (torch_compile false), or ep_size 1",
             ),
             (
                 self.activation_checkpointing_offload and not self.activation_checkpointing,

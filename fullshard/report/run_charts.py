@@ -327,9 +327,14 @@ def _short(names: Sequence[str]) -> dict[str, str]:
     return {name: ".".join(name.split(".")[max(0, shared - 1) :]) if name != ROOT else name for name in names}
 
 
-SENT = {"gathered parameters": "gather_sent", "reduced gradients": "reduce_sent"}
+SENT = {
+    "gathered parameters": "gather_sent", "reduced gradients": "reduce_sent", "tokens to experts": "tokens_sent",
+}  # fmt: skip
 """What is sent, and its counter in the measured step."""
-PLANNED = dict.fromkeys(("reduce", "flags", "replica all-reduce"), "reduced gradients")
+PLANNED = {
+    **dict.fromkeys(("reduce", "flags", "replica all-reduce"), "reduced gradients"),
+    "tokens to experts": "tokens to experts",
+}
 """Kinds of planned traffic that belong together."""
 
 

@@ -141,7 +141,7 @@ def test_what_cannot_be_split() -> None:
         transformers.AutoModelForCausalLM.from_config(config),
         "has 5 experts; expected a size that divides their number: 1, 5",
     )
-    with pytest.raises(ConfigError, match="ep_size 4 with 2 ranks per replica: .*: 1, 2"):
+    with pytest.raises(ConfigError, match=r"ep_size 4 with 2 ranks per replica: .*: 1, 2"):
         shard_model(make("Qwen3Moe"), EngineSettings(ep_size=4))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fullshard.distributed import runtime
+from fullshard.distributed.ranks import exchange
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
@@ -21,7 +22,7 @@ LORA = {"use_peft_lora": True, "lora_r": 2, "lora_alpha": 4, "lora_target_module
 KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "qlora": {**LORA, **FOUR_BITS}}
 
 
-def start(place: Path, name: str, family: str, kind: str, ep: int, **changes: Any) -> SFTTrainer:
+def start(place: Path, name: str, family: str, kind: str, ep: int, rows: Any = None, **changes: Any) -> SFTTrainer:
     if runtime.is_main() and not (place / "model").exists():
         make(family).save_pretrained(place / "model")
         make_tokenizer().save_pretrained(place / "model")
@@ -31,7 +32,7 @@ def start(place: Path, name: str, family: str, kind: str, ep: int, **changes: An
     config = settings(
         place / name, **{**values, **KINDS[kind], **global_batch(runtime.world_size()), "max_length": 32, **changes}
     )
-    trainer = SFTTrainer(model=str(place / "model"), args=config, train_dataset=text_rows(40))
+    trainer = SFTTrainer(model=str(place / "model"), args=config, train_dataset=rows or text_rows(40))
     trainer.parts = dataclasses.replace(
         trainer.parts, engine=dataclasses.replace(trainer.parts.engine, ep_size=ep)
     )  # fmt: skip
@@ -76,3 +77,48 @@ def test_resumed_without_ep(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["GptOss", "DeepseekV3"])
 def test_resumed_with_other_sizes(family: str, kind: str, tmp_path: Path) -> None:
     check(tmp_path, family, kind, (4, 1, 2))
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def with_every_expert(place: Path, family: str) -> None:
+    """A model whose tokens choose all experts, so that every rank gets as many as the plan says."""
+    if runtime.is_main():
+        model = make(family)
+        model.config.num_experts_per_tok = 4
+        model.save_pretrained(place / "model")
+        make_tokenizer().save_pretrained(place / "model")
+    runtime.barrier()
+
+
+def check_bytes(place: Path, family: str, kind: str, ep: int, **changes: Any) -> None:
+    with_every_expert(place, family)
+    values = {"max_steps": 4, "save_strategy": "no", "skip_plan": False, **changes}
+    trainer = start(place, "run", family, kind, ep, rows=text_rows(1) * 40, **values)
+    trainer.train()
+    sent = exchange(dict(trainer.model.meter.tokens_sent), "tokens sent")[0]
+    gathered = exchange(trainer.model.meter.bytes_sent, "bytes sent")[0]
+    if not runtime.is_main():
+        return
+    traffic, steps = trainer.estimate.traffic, trainer.args.max_steps
+    planned = {kind: traffic.inside.get(kind, 0) + traffic.across.get(kind, 0) for kind in traffic.inside}
+    assert sum(sent.values()) == steps * planned["tokens to experts"] > 0
+    uncounted = planned["clipping"] + planned["metrics"]
+    assert gathered == steps * (traffic.sent - uncounted)
+
+
+@ranks(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_a_plan_has_the_bytes_that_tokens_take(family: str, kind: str, checkpointing: bool, tmp_path: Path) -> None:
+    check_bytes(tmp_path, family, kind, 2, gradient_checkpointing=checkpointing)
+
+
+@ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [2, 4])
+def test_bytes_on_four_ranks(ep: int, tmp_path: Path) -> None:
+    check_bytes(tmp_path, "Mixtral", "full", ep)
