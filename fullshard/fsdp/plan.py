@@ -181,6 +181,11 @@ class ShardingPlan:
         return {name: p for unit in self.units for p in unit.parameters for name in p.names}
 
     @property
+    def expert_axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh of experts, if they have one of their own."""
+        return next((unit.axes for unit in self.units if unit.axes), ())
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of all shards on the rank that holds the most."""
         return sum(unit.shard_bytes for unit in self.units)

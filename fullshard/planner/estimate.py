@@ -107,6 +107,7 @@ class Estimate:
             "machine": {**asdict(self.machine), "nodes": self.machine.nodes},
             "parameters": {"all": self.parameters, "trained": self.trained},
             "mesh": dict(plan.axes),
+            "expert_mesh": dict(plan.expert_axes),
             "strategy": plan.strategy,
             "batch": {**asdict(self.batch), "tokens_per_step": self.tokens},
             "verdict": {

@@ -249,8 +249,7 @@ class _Clock:
         self.plan, self.machine, self.step, self.options = plan, machine, step, options
         direct = machine.kind == "cpu"
         self.rings = Rings(plan, machine.gpus_per_node, direct)
-        experts = next((unit.axes for unit in plan.units if unit.axes), ())
-        self.experts = all_to_all(experts, machine.gpus_per_node) if experts else Ring(1)
+        self.experts = all_to_all(plan.expert_axes, machine.gpus_per_node) if plan.expert_axes else Ring(1)
         self.rate = rate_of(machine, options.dtype)
         self.bandwidth = machine.memory_bandwidth * MEMORY
         self.units = units_by_layer(plan, step.layers)

@@ -229,8 +229,8 @@ def step_traffic(
         for axis in axes:
             along = ring_along(mesh, (axis,), gpus_per_node)
             add("clipping", along, along.sum(1, 8))
-    if experts := next((unit.axes for unit in plan.units if "ep" in dict(unit.axes)), ()):
-        add("tokens to experts", all_to_all(experts, gpus_per_node), accumulation * tokens_sent)
+    if plan.expert_axes:
+        add("tokens to experts", all_to_all(plan.expert_axes, gpus_per_node), accumulation * tokens_sent)
     whole = Ring(world.size, world.crossing)
     add("metrics", whole, whole.sum(METRICS, 8))
     across = {kind: round(count) for kind, count in crossing.items()}
