@@ -15,6 +15,7 @@ The collectives are custom operators, so that `torch.compile`, recomputation and
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -124,12 +125,45 @@ def _cut(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
     return x.narrow(dim, group.place * size, size).contiguous()
 
 
+class ThreadGroup:
+    """Ranks that are threads of this process, for trials. `ranks` are their `RankGroup`s."""
+
+    def __init__(self, size: int, patience: float) -> None:
+        self.barrier = threading.Barrier(size, timeout=patience)
+        self.values: list[Any] = [None] * size
+        self.ranks = [RankGroup(f"threads/{id(self)}/{place}", size, place) for place in range(size)]
+        _threads.update({one.name: (self, one.place) for one in self.ranks})
+
+    def exchange(self, place: int, value: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's value."""
+        self.values[place] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+    def close(self) -> None:
+        """Forget the ranks; a rank that still waits gets an error."""
+        self.barrier.abort()
+        for one in self.ranks:
+            _threads.pop(one.name, None)
+
+
+_threads: dict[str, tuple[ThreadGroup, int]] = {}
+
+
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("fullshard::reduced_over_ranks", mutates_args=())
 def _reduced(x: torch.Tensor, group: str, largest: bool) -> torch.Tensor:
     """The sum, or the largest, of the ranks' values."""
+    if x.is_meta:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if group in _threads:
+        threads, place = _threads[group]
+        stacked = torch.stack(threads.exchange(place, x.detach()))
+        return stacked.amax(0) if largest else stacked.sum(0)
     out, ranks = x.clone(memory_format=torch.contiguous_format), group_named(group)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     collectives.finish("sum between layers", lambda: dist.all_reduce(out, op, ranks, async_op=True), ranks)
@@ -144,6 +178,11 @@ def _(x: torch.Tensor, group: str, largest: bool) -> torch.Tensor:
 @torch.library.custom_op("fullshard::gathered_over_ranks", mutates_args=())
 def _gathered(x: torch.Tensor, dim: int, group: str, size: int) -> torch.Tensor:
     """The ranks' values side by side along a dim."""
+    if x.is_meta:
+        return x.new_empty([n * size if d == dim else n for d, n in enumerate(x.shape)])
+    if group in _threads:
+        threads, place = _threads[group]
+        return torch.cat(threads.exchange(place, x.detach()), dim)
     x, ranks = x.contiguous(), group_named(group)
     rows = [torch.empty_like(x) for _ in range(size)]
     collectives.finish("gather between layers", lambda: dist.all_gather(rows, x, ranks, async_op=True), ranks)

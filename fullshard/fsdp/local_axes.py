@@ -69,6 +69,14 @@ def forget_slices(parameter: nn.Parameter) -> None:
         vars(parameter).pop(name, None)
 
 
+def slice_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape that its module computes with."""
+    layout: Layout | None = getattr(parameter, "_fullshard_layout", None)
+    if layout is None or not local_axes_of(parameter).split:
+        return parameter.shape
+    return torch.Size(layout.shard_shape(parameter.shape))
+
+
 def copy_local_axes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Annotate a parameter that replaces another one."""
     if hasattr(source, "_fullshard_local"):

@@ -7,7 +7,7 @@ the layer; checkpointing restores the generator before it recomputes. Each adapt
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,9 +17,18 @@ STEPS = 2**16
 """Probabilities are multiples of 1/STEPS."""
 
 
+OF_SLICE = "_fullshard_dropout_slice"
+"""Attribute of a LoRA layer whose input is a slice, with a mask of its own: the number of that slice."""
+
+
 def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
     """New seeds. The compiler knows this operator as a random one and does not repeat it in backward."""
     return torch.randint(2**62, (count,), device=device)
+
+
+def seed_of_slice(seed: torch.Tensor, layer: Any) -> torch.Tensor:
+    """The seed for a layer's input: ranks that have slices of the same rows draw the same seeds."""
+    return seed + getattr(layer, OF_SLICE, 0) * 0x1F123BB5159A55E5 % 2**62
 
 
 class Dropout(NamedTuple):

@@ -115,8 +115,8 @@ def experts(
     else:
         received = dispatch.send(x, weights, top_k_index)
         routing = received.routing
-        out = dispatch.back(_run(module, received.x, received.weights, routing, up, down), received.sent)
-    _count_tokens(module, routing, len(x))
+        out = dispatch.back(_run(module, received.x, received.weights, routing, up, down), received.sent, len(x))
+    _count_tokens(module, routing, len(x) if dispatch is None else received.sent.tokens)
     return out.to(hidden_states.dtype)
 
 

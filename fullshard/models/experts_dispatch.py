@@ -5,6 +5,8 @@ that holds one of its experts, with the numbers and routing weights of its exper
 one device, for the tokens of all ranks, and each token's sum over the experts of one rank returns to where the token
 came from. There the sums are added up in rank order, so results repeat bit for bit.
 
+Ranks along `tp` compute with the same tokens: each sends its part of them, and gets all results.
+
 Counts are exchanged first, so that messages have the size of what they carry; a rank without tokens takes part in every
 exchange. Backward makes the same exchanges in reverse. In a plan the other ranks are `AbsentRanks`: the same code runs
 on the meta device, for the rank with the busiest expert.
@@ -18,8 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from fullshard.device import accelerator
+from fullshard.distributed.autograd_collectives import RankGroup, gather_slices, own_slice
 from fullshard.fsdp.comm import Link, bytes_to_others
 from fullshard.fsdp.counters import Meter
 from fullshard.models.experts_math import Routing, combine
@@ -36,6 +40,11 @@ class Sent(NamedTuple):
     """The number of rows received from each."""
     pairs: int
     """The number of pairs of a received token and one of this rank's experts."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that this rank sends to their experts."""
+        return len(self.routing.position)
 
 
 class Received(NamedTuple):
@@ -70,11 +79,13 @@ class AbsentRanks:
 class Dispatch:
     """The way of a layer's tokens to their experts."""
 
-    def __init__(self, link: Link | AbsentRanks, experts: int, name: str, number: int) -> None:
+    def __init__(self, link: Link | AbsentRanks, experts: int, name: str, number: int, sharing: RankGroup) -> None:
         assert experts % link.size == 0, f"{experts} experts over {link.size} ranks"
         self.link, self.name = link, name
         self.number = number
         """Of the layer: ranks in different layers never accept each other's messages."""
+        self.sharing = sharing
+        """The ranks that compute with the same tokens (`tp`)."""
         self.count = experts // link.size
         """The number of experts of a rank."""
         self.first = self.count * link.index
@@ -89,15 +100,22 @@ class Dispatch:
 
     def send(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> Received:
         """Send tokens [tokens, in] with the weights and the numbers of their experts [tokens, choices]."""
-        sent = self._expected(chosen) if chosen.is_meta else self._counted(chosen)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        x, weights, chosen = (self._part(t) for t in (x, weights, chosen))
+        sent = self._expected(chosen) if chosen.is_meta else self._counted(chosen)
         rows, weights, here = _Send.apply(self, sent, x, weights, chosen)
         return Received(rows, weights, Routing.of(here, self.count).cut(sent.pairs), sent)
 
-    def back(self, out: torch.Tensor, sent: Sent) -> torch.Tensor:
+    def back(self, out: torch.Tensor, sent: Sent, tokens: int) -> torch.Tensor:
         """The sum over the experts of each token, from the results for the rows received."""
         total: torch.Tensor = _Return.apply(self, sent, out)
-        return total
+        return gather_slices(total, 0, self.sharing)[:tokens]
+
+    def _part(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values of each token, those of the tokens that this rank sends; some stand for none at the end."""
+        if self.sharing.size == 1:
+            return values
+        return own_slice(F.pad(values, (0, 0, 0, -len(values) % self.sharing.size)), 0, self.sharing)
 
     def _counted(self, chosen: torch.Tensor) -> Sent:
         """Which tokens go where. The host waits for the counts."""

@@ -28,6 +28,7 @@ from fullshard.fsdp.plan_model import plan_fsdp
 from fullshard.fsdp.wrap import find_units, resolve
 from fullshard.parallel.experts import connect_experts, split_experts
 from fullshard.parallel.settings import XLA_DEVICES_VARIABLE, EngineSettings
+from fullshard.parallel.tensor_parallel import split_model
 from fullshard.spmd import Mesh
 from fullshard.spmd.mesh import VirtualMesh
 
@@ -38,16 +39,17 @@ def shard_model(
 ) -> Any:  # fmt: skip
     """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings;
     `say` is called when compilation begins."""
-    _refuse_tensor_parallelism(settings)
     mesh = mesh if mesh is not None else build_mesh(settings)
+    if settings.tp_size > 1:
+        split_model(model, mesh, settings.tp_plan, say=say)
     if (dtype := engines.current().buffer_dtype(settings)) is not None:
         precision = MixedPrecision.of(overrides.get("mixed_precision", settings.mixed_precision))
         overrides["mixed_precision"] = dataclasses.replace(precision, buffer_dtype=dtype)
     layers = checkpointed_modules(model, settings) if settings.activation_checkpointing else []
     of_experts = experts_mesh(settings, mesh)
-    split_experts(model, of_experts)
+    split_experts(model, mesh, of_experts)
     wrapped: Any = FSDPv2(model, mesh, **{**fsdp_options(model, settings), **overrides})  # type: ignore[call-arg]
-    connect_experts(wrapped, of_experts, overrides.get("timeout"))
+    connect_experts(wrapped, mesh, of_experts, overrides.get("timeout"))
     for layer in layers:
         # The last layer's inputs are needed again at once.
         checkpoint_module(layer, offload=settings.activation_checkpointing_offload and layer is not layers[-1])
@@ -68,15 +70,11 @@ def plan_sharding(
 ) -> ShardingPlan:
     """The plan by which `shard_model` would shard a model on ranks with a device of this type each. The mesh may be
     absent."""
-    _refuse_tensor_parallelism(settings)
-    options = {**fsdp_options(model, settings), **overrides}
-    split_experts(model, experts_mesh(settings, mesh))
-    return plan_fsdp(model, mesh, point_to_point=not accelerator.is_accelerator(device), **options)
-
-
-def _refuse_tensor_parallelism(settings: EngineSettings) -> None:
     if settings.tp_size > 1:
-        raise ConfigError(f"tp_size {settings.tp_size}: tensor parallelism is not supported yet; use 1")
+        split_model(model, mesh, settings.tp_plan)
+    options = {**fsdp_options(model, settings), **overrides}
+    split_experts(model, mesh, experts_mesh(settings, mesh))
+    return plan_fsdp(model, mesh, point_to_point=not accelerator.is_accelerator(device), **options)
 
 
 def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> VirtualMesh:

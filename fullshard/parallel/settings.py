@@ -120,6 +120,11 @@ class EngineSettings:
     ep_size: int = _sizes(1, env="PARALLELISM_CONFIG_EP_SIZE", flags=("ep_size",))
     """Expert parallelism: the number of consecutive ranks that divide the experts of each layer among them. Tokens
     travel to their experts; over the remaining ranks of a replica each expert is sharded."""
+    tp_plan: dict[str, Any] | None = _sizes(  # noqa: RUF009 - a field, not a shared dict
+        None, env="FULLSHARD_TP_PLAN", kind=object, metavar="a mapping, JSON, or the path of a JSON file"
+    )
+    """How layers are split with `tp_size`: by names of modules (`*` stands for numbers) the styles of transformers'
+    plans, such as colwise, rowwise or replicate. It changes the model's own plan."""
     cp_size: int = _sizes(1, env="PARALLELISM_CONFIG_CP_SIZE", flags=("cp_size",))
     """Context parallelism. Only 1: it is not supported yet."""
     sp_size: int = _sizes(1, env="PARALLELISM_CONFIG_SP_SIZE")
@@ -141,10 +146,6 @@ class EngineSettings:
             (self.mixed_precision == "fp8", "mixed_precision: fp8 is not supported; use bf16, fp16 or no"),
             (self.cp_size > 1, f"cp_size {self.cp_size}: context parallelism is not supported yet; use 1"),
             (self.sp_size > 1, f"sp_size {self.sp_size}: sequence parallelism is not supported; use 1"),
-            (
-                self.ep_size > 1 and self.tp_size > 1,
-                f"ep_size {self.ep_size} with tp_size {self.tp_size}: not supported together yet; set one of them to 1",
-            ),
             (
                 self.ep_size > 1 and self.backend.lower() != "no",
                 f"ep_size {self.ep_size} with dynamo_backend {self.backend} (torch_compile): layers whose experts are "
@@ -173,8 +174,11 @@ class EngineSettings:
                     f"fsdp_ignored_modules: {self.ignored_modules!r} is not a regular expression: {error}"
                 ) from None
         _ = self.strategy  # raises if two keys contradict each other
-        if self.xla_fsdp_settings is not None:
-            object.__setattr__(self, "xla_fsdp_settings", read_xla_settings(self.xla_fsdp_settings))
+        for name in ("xla_fsdp_settings", "tp_plan"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, read_mapping(name, value))
+        if self.tp_plan is not None and self.tp_size == 1:
+            raise ConfigError("tp_plan says how layers are split over tp_size ranks; set tp_size too, or leave it out")
         engines.current().check_sharding(self)
         for name, value in engines.current().sharding_overrides(self).items():
             object.__setattr__(self, name, value)
@@ -396,8 +400,8 @@ def _on_off(on: bool) -> str:
     return "on" if on else "off"
 
 
-def read_xla_settings(value: Any) -> dict[str, Any]:
-    """`xla_fsdp_settings` as a mapping: it may also be JSON, or the path of a JSON file."""
+def read_mapping(name: str, value: Any) -> dict[str, Any]:
+    """The value of a setting as a mapping: it may also be JSON, or the path of a JSON file."""
     if isinstance(value, Mapping):
         return dict(value)
     text = str(value).strip()
@@ -406,13 +410,13 @@ def read_xla_settings(value: Any) -> dict[str, Any]:
             text = Path(text).expanduser().read_text()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"xla_fsdp_settings: {value!r} is no mapping, no JSON object and no file that can be read "
+                f"{name}: {value!r} is no mapping, no JSON object and no file that can be read "
                 f"({getattr(error, 'strerror', error)})"
             ) from None
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"xla_fsdp_settings: not JSON: {error}") from None
+        raise ConfigError(f"{name}: not JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise ConfigError(f"xla_fsdp_settings: {value!r} holds {parsed!r} instead of a JSON object")
+        raise ConfigError(f"{name}: {value!r} holds {parsed!r} instead of a JSON object")
     return parsed

@@ -20,7 +20,7 @@ from fullshard.config.errors import CapacityError, first_line
 from fullshard.device import accelerator
 from fullshard.device.torch_private import storage_id, version_of
 from fullshard.fsdp.compile import norms_between
-from fullshard.fsdp.local_axes import local_axes_of
+from fullshard.fsdp.local_axes import slice_shape
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.models.attention_masks import known_rows
 from fullshard.models.experts import dispatch_of
@@ -32,7 +32,6 @@ from fullshard.planner.compiled_layers import CompiledCall, LayerCost, compiled_
 from fullshard.planner.step_trace import Segment, StepTrace
 from fullshard.planner.storages import Mark, StorageTrace, Work
 from fullshard.quant import workspace
-from fullshard.spmd.sharding import sharding_of
 from fullshard.spmd.tensor_tree import map_tensors, tensors_in
 
 
@@ -137,16 +136,16 @@ def _unread_tokens(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered_dtypes(model: nn.Module, precision: MixedPrecision) -> Iterator[None]:
-    """Inside, parameters have the dtypes and shapes of gathered values, and no gradients."""
+    """Inside, parameters have the dtypes of gathered values, and the shapes of slices, and no gradients."""
     parameters = list(model.parameters())
     before = [(p, p.data, p.grad) for p in parameters]
     try:
         for p in parameters:
             p.grad = None
-            if local_axes_of(p).split and (layout := sharding_of(p)) is not None:
-                p.data = p.data[layout.slices(p.shape, 0)]
             if p.dtype != (dtype := precision.computed(p.dtype)):
                 p.data = p.data.to(dtype)
+            if p.is_meta and p.shape != (shape := slice_shape(p)):
+                p.data = p.data.new_empty(shape)
         yield
     finally:
         for p, data, grad in before:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.device.torch_private import parameters_of
 from fullshard.distributed import runtime
+from fullshard.distributed.autograd_collectives import RankGroup
 from fullshard.fsdp.build import make_link
 from fullshard.fsdp.counters import Meter
 from fullshard.models.experts import DISPATCH, experts_modules, use_own_experts
@@ -33,7 +34,7 @@ def layer(family: str) -> Any:
 def split(module: Any, meter: Meter, world: int) -> Dispatch:
     """Keep this rank's experts only."""
     link = make_link(Mesh(np.arange(world), (world,), ("ep",)), ("ep",), "experts", None, meter)
-    dispatch = Dispatch(link, module.num_experts, "experts", 0)
+    dispatch = Dispatch(link, module.num_experts, "experts", 0, RankGroup("", 1, 0))
     for name, p in list(parameters_of(module).items()):
         parameters_of(module)[name] = torch.nn.Parameter(dispatch.own(p.detach()).clone())
     setattr(module, DISPATCH, dispatch)

@@ -9,11 +9,11 @@ import torch
 import transformers
 
 from fullshard.config.errors import ConfigError
-from fullshard.distributed import runtime
+from fullshard.distributed import data_ranks, runtime
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.models.experts import use_own_experts
 from fullshard.models.routing import TokensPerExpert
-from fullshard.parallel.model import shard_model
+from fullshard.parallel.model import join_ranks, shard_model
 from fullshard.parallel.settings import EngineSettings
 from fullshard.quant.quantize import dequantize_model, quantize_model
 from fullshard.quant.sharded_groups import Scheme
@@ -55,14 +55,16 @@ def check(family: str, kind: str, ep: int, dtype: torch.dtype | None = None, **o
 
 
 def check_in(family: str, kind: str, ep: int, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    join_ranks(EngineSettings(ep_size=ep, **options))
     alone, model = build(family, kind, False, dtype), sharded(family, kind, ep, dtype, **options)
     close = CLOSE[dtype]
     for batch in batches(2):  # the second without synchronization of the first
         expected = alone(input_ids=batch, labels=batch).loss
         expected.backward()
     for i, batch in enumerate(batches(2)):
+        rows = batch.chunk(data_ranks.data_size())[data_ranks.data_rank()]
         with model.no_sync() if i == 0 and kind != "qlora" else torch.enable_grad():
-            loss = model(input_ids=mine(batch), labels=mine(batch)).loss
+            loss = model(input_ids=rows, labels=rows).loss
             loss.backward()
     assert mean_over_ranks(loss) == pytest.approx(expected.item(), rel=close)
     theirs = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
@@ -75,6 +77,8 @@ def check_in(family: str, kind: str, ep: int, dtype: torch.dtype, options: dict[
     assert model.clip_grad_norm_(0.1).item() == pytest.approx(norm.item(), rel=close)
     for one in (alone, model):
         one.zero_grad()
+    if options.get("tp_size", 1) > 1:
+        return model
     assert train(model, 3, sharded=True) == pytest.approx(train(alone, 3, sharded=False), rel=1e-4)
     return model
 
@@ -122,6 +126,15 @@ def test_strategies(strategy: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed_and_offloaded(kind: str) -> None:
     check("Qwen3Moe", kind, 2, torch.float32, activation_checkpointing=True, offload_params=True)
+
+
+@ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_beside_tensor_parallelism(family: str, kind: str, ep: int) -> None:
+    check(family, kind, ep, tp_size=2)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
