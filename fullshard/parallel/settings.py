@@ -307,26 +307,13 @@ class EngineSettings:
                     f"are {world_size}; replicas and ranks that fit: {fitting}"
                 )
             shape = {"replica": replicas, "fsdp": ranks}
-        self._expert_ranks(shape["fsdp"] * self.ranks_per_row)
-        return shape | inner
-
-    def expert_mesh_shape(self, world_size: int, nodes: int) -> dict[str, int]:
-        """The mesh of experts, over the same ranks: inside a replica, `ep` splits them by expert, and `fsdp` shards
-        each over the remaining ranks."""
-        shape = self.mesh_shape(world_size, nodes)
-        inside = shape["fsdp"] * self.ranks_per_row
-        replicas = {"replica": shape["replica"]} if "replica" in shape else {}
-        return {**replicas, "fsdp": self._expert_ranks(inside), "ep": self.ep_size}
-
-    def _expert_ranks(self, inside: int) -> int:
-        """The number of ranks over which each expert is sharded, of those inside a replica."""
-        if inside % self.ep_size:
+        if (inside := shape["fsdp"] * self.ranks_per_row) % self.ep_size:
             sizes = ", ".join(str(n) for n in range(1, inside + 1) if inside % n == 0)
             raise ConfigError(
                 f"ep_size {self.ep_size} with {inside} ranks per replica: expected a size that divides their number: "
                 f"{sizes}"
             )
-        return inside // self.ep_size
+        return shape | inner
 
     # --- environment variables --------------------------------------------------------------------------------------
 
