@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.device.torch_private import parameters_of
 from fullshard.distributed import runtime
 from fullshard.distributed.autograd_collectives import RankGroup
+from fullshard.fsdp import build
 from fullshard.fsdp.build import make_link
+from fullshard.fsdp.comm import Collectives
 from fullshard.fsdp.counters import Meter
 from fullshard.models.experts import DISPATCH, experts_modules, use_own_experts
 from fullshard.models.experts_dispatch import Dispatch
@@ -33,6 +35,7 @@ def layer(family: str) -> Any:
 
 def split(module: Any, meter: Meter, world: int) -> Dispatch:
     """Keep this rank's experts only."""
+    runtime.use_spmd()
     link = make_link(Mesh(np.arange(world), (world,), ("ep",)), ("ep",), "experts", None, meter)
     dispatch = Dispatch(link, module.num_experts, "experts", 0, RankGroup("", 1, 0))
     for name, p in list(parameters_of(module).items()):
@@ -68,6 +71,29 @@ def results(module: Any, adapters: Any, x: Any, weights: Any, chosen: Any, out_g
     out = checkpoint(run, x, weights, use_reentrant=False) if recompute else run(x, weights)
     wanted = [x, weights, *parameters_of(module).values(), *(t for a in adapters.values() for t in a[0][:2])]
     return [out, *torch.autograd.grad((out * out_grad).sum(), wanted)]
+
+
+@ranks(4)
+def test_with_collectives() -> None:
+    """Every backend but Gloo exchanges tokens so; Gloo has them too."""
+    counts, rank = SIZES["one rank without tokens"], runtime.rank()
+    mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    outcomes = []
+    for collectives in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if collectives:
+                patch.setattr(build, "uses_point_to_point", lambda group: group is None)
+            module, meter = layer("Qwen3Moe"), Meter()
+            x, weights, chosen = inputs(module, sum(counts), "spread")
+            adapters = factors(module)
+            dispatch = split(module, meter, 4)
+        assert isinstance(dispatch.link, Collectives) == collectives
+        one = results(module, adapters, x[mine], weights[mine], chosen[mine], torch.ones_like(x[mine]), False)
+        outcomes.append((one, meter.bytes_sent))
+    (messages, sent), (through_collectives, sent_so) = outcomes
+    assert sent == sent_so
+    for one, other in zip(messages, through_collectives, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @ranks(2, 4)

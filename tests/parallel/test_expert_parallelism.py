@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fullshard.parallel.model import join_ranks, shard_model
 from fullshard.parallel.settings import EngineSettings
 from fullshard.quant.quantize import dequantize_model, quantize_model
 from fullshard.quant.sharded_groups import Scheme
+from fullshard.weights.fill import fill
 from tests.fsdp.programs import exact, mean_over_ranks, mine
 from tests.models.test_experts import with_lora
 from tests.pool import ranks
@@ -135,6 +137,26 @@ def test_checkpointed_and_offloaded(kind: str) -> None:
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 def test_beside_tensor_parallelism(family: str, kind: str, ep: int) -> None:
     check(family, kind, ep, tp_size=2)
+
+
+@ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [2, 4])
+def test_a_rank_reads_its_own_experts(ep: int, tmp_path: Path) -> None:
+    if runtime.is_main():
+        make("Mixtral").save_pretrained(tmp_path)
+    runtime.barrier()
+    alone = make("Mixtral")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(alone.config)
+    model = shard_model(model, EngineSettings(ep_size=ep))
+    report = fill(model, tmp_path, progress=False)
+    assert report.bytes == sum(p.to_local().nbytes for p in model.parameters())
+    for name, value in model.full_state_dict().items():
+        assert torch.equal(value, alone.state_dict()[name]), name
+    model.save_pretrained(tmp_path / "exported")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert all(torch.equal(value, alone.state_dict()[name]) for name, value in exported.state_dict().items())
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
