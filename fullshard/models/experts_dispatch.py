@@ -29,6 +29,10 @@ from fullshard.fsdp.counters import Meter
 from fullshard.models.experts_math import Routing, combine
 
 
+NUMBERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""The dtype in which numbers of experts travel beside routing weights of a dtype."""
+
+
 class Sent(NamedTuple):
     """The tokens that one call of a layer's experts has sent and received."""
 
@@ -168,9 +172,11 @@ class _Send(torch.autograd.Function):
     def forward(ctx, dispatch, sent, x, weights, chosen):  # type: ignore[no-untyped-def]
         ctx.dispatch, ctx.sent, ctx.tokens = dispatch, sent, len(x)
         tokens = sent.routing.tokens
-        carried = [t.index_select(0, tokens) for t in (x, weights, chosen.to(torch.int32))]
-        rows, weights, numbers = dispatch.exchange(carried, sent.sent, sent.received)
-        here = numbers - dispatch.first
+        beside = torch.cat([weights, chosen.to(NUMBERS[weights.dtype]).view(weights.dtype)], 1)  # in one message
+        carried = [t.index_select(0, tokens) for t in (x, beside)]
+        rows, beside = dispatch.exchange(carried, sent.sent, sent.received)
+        weights, numbers = beside.chunk(2, 1)
+        weights, here = weights.contiguous(), numbers.contiguous().view(NUMBERS[weights.dtype]) - dispatch.first
         here = torch.where((here >= 0) & (here < dispatch.count), here, dispatch.count)
         ctx.mark_non_differentiable(here)
         return rows, weights, here

@@ -9,6 +9,7 @@ model's mesh: they are small, every rank gathers them, and each applies those of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -17,11 +18,19 @@ from torch import nn
 from fullshard.config.errors import ConfigError
 from fullshard.device.torch_private import parameters_of
 from fullshard.distributed.autograd_collectives import RankGroup, group_of
+from fullshard.distributed.ranks import on_rank_0
 from fullshard.fsdp.build import make_link
 from fullshard.fsdp.comm import Link
 from fullshard.fsdp.local_axes import compute_with_slices, forget_slices, local_axes_of
 from fullshard.models.causal_lm import get_causal_lm
-from fullshard.models.experts import DISPATCH, experts_modules, has_experts, use_own_experts
+from fullshard.models.experts import (
+    DISPATCH,
+    ExpertsVerdict,
+    experts_modules,
+    has_experts,
+    try_experts,
+    use_own_experts,
+)
 from fullshard.models.experts_dispatch import AbsentRanks, Dispatch
 from fullshard.quant.expert_adapters import runs_own_experts
 from fullshard.spmd.mesh import Mesh, VirtualMesh
@@ -95,8 +104,12 @@ def _checked(model: nn.Module, size: int) -> list[tuple[str, Any]]:
     if not modules:
         why = "does not take its experts from transformers' interface" if has_experts(inner) else "has no experts"
         raise ConfigError(f"ep_size {size}: {name} {why}; use 1")
-    if not all(runs_own_experts(module) for _, module in modules) and not use_own_experts(model):
-        raise ConfigError(f"ep_size {size}: the experts of {name} run only in transformers' own code; use 1")
+    if not all(runs_own_experts(module) for _, module in modules):
+        verdict: ExpertsVerdict = on_rank_0(functools.partial(try_experts, model), "experts check")
+        if not (verdict.usable and use_own_experts(model)):
+            raise ConfigError(
+                f"ep_size {size}: the experts of {name} run only in transformers' own code ({verdict.reason}); use 1"
+            )
     for path, module in modules:
         if (count := count_experts(module)) % size:
             sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)

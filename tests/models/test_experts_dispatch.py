@@ -127,7 +127,7 @@ def test_as_on_one_device(family: str, sizes: str, routing: str, world_size: int
     theirs = [row for i, row in enumerate((chosen // dispatch.count).tolist()) if not mine.start <= i < mine.stop]
     arrived = sum(rank in row for row in theirs)
     hidden, choices = x.shape[1], chosen.shape[1]
-    message = hidden * 8 + choices * (8 + 4)
+    message = hidden * 8 + choices * (8 + 8)
     count = (world_size - 1) * 2 * 8
     forward = rows * message + count + arrived * hidden * 8
     backward = rows * hidden * 8 + arrived * (hidden * 8 + choices * 8)

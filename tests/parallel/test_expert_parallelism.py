@@ -15,6 +15,7 @@ from fullshard.fsdp.plan import ShardingPlan
 from fullshard.models.experts import use_own_experts
 from fullshard.models.routing import TokensPerExpert
 from fullshard.parallel.model import join_ranks, shard_model
+from fullshard.parallel.prepare import prepare
 from fullshard.parallel.settings import EngineSettings
 from fullshard.quant.quantize import dequantize_model, quantize_model
 from fullshard.quant.sharded_groups import Scheme
@@ -137,6 +138,24 @@ def test_checkpointed_and_offloaded(kind: str) -> None:
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 def test_beside_tensor_parallelism(family: str, kind: str, ep: int) -> None:
     check(family, kind, ep, tp_size=2)
+
+
+@ranks(2)
+@pytest.mark.slow
+def test_a_script_of_its_own() -> None:
+    """A model whose experts run transformers' code, and its optimizer, in the user's loop."""
+    alone, model = make("Mixtral").train(), make("Mixtral").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = prepare(model, optimizer, settings=EngineSettings(ep_size=2))
+    expected, losses = train(alone, 3, sharded=False), []
+    for batch in batches(3):
+        loss = model(input_ids=mine(batch), labels=mine(batch)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+    assert losses == pytest.approx(expected, rel=1e-4) and losses[0] > losses[-1]
+    assert any(unit.axes for unit in model.plan.units)
 
 
 @ranks(4)

@@ -22,7 +22,9 @@ LORA = {"use_peft_lora": True, "lora_r": 2, "lora_alpha": 4, "lora_target_module
 KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "qlora": {**LORA, **FOUR_BITS}}
 
 
-def start(place: Path, name: str, family: str, kind: str, ep: int, rows: Any = None, **changes: Any) -> SFTTrainer:
+def start(
+    place: Path, name: str, family: str, kind: str, ep: int, rows: Any = None, evaluation: Any = None, **changes: Any
+) -> SFTTrainer:
     if runtime.is_main() and not (place / "model").exists():
         make(family).save_pretrained(place / "model")
         make_tokenizer().save_pretrained(place / "model")
@@ -32,7 +34,9 @@ def start(place: Path, name: str, family: str, kind: str, ep: int, rows: Any = N
     config = settings(
         place / name, **{**values, **KINDS[kind], **global_batch(runtime.world_size()), "max_length": 32, **changes}
     )
-    trainer = SFTTrainer(model=str(place / "model"), args=config, train_dataset=rows or text_rows(40))
+    trainer = SFTTrainer(
+        model=str(place / "model"), args=config, train_dataset=rows or text_rows(40), eval_dataset=evaluation
+    )
     trainer.parts = dataclasses.replace(
         trainer.parts, engine=dataclasses.replace(trainer.parts.engine, ep_size=ep)
     )  # fmt: skip
@@ -77,6 +81,27 @@ def test_resumed_without_ep(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["GptOss", "DeepseekV3"])
 def test_resumed_with_other_sizes(family: str, kind: str, tmp_path: Path) -> None:
     check(tmp_path, family, kind, (4, 1, 2))
+
+
+@ranks(2)
+@pytest.mark.slow
+def test_evaluated_and_offloaded(tmp_path: Path) -> None:
+    """Rows that do not divide evenly among ranks, and frozen experts in host memory."""
+    changes = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "max_steps": 4,
+        "save_strategy": "no",
+        "offload_experts": True,
+    }
+    results = []
+    for ep in (1, 2):
+        trainer = start(tmp_path, f"run-{ep}", "Mixtral", "lora", ep, evaluation=text_rows(7, seed=5), **changes)
+        trainer.train()
+        results.append([r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r])
+    first, second = (exchange(one, "results")[0] for one in results)
+    assert len(first) == 2 and second == pytest.approx(first, abs=1e-4)
+    assert all(p.offloaded for unit in trainer.model.plan.units if unit.axes for p in unit.parameters)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
