@@ -16,6 +16,7 @@ The collectives are custom operators, so that `torch.compile`, recomputation and
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ import torch.distributed as dist
 
 from fullshard.device.torch_private import group_named
 from fullshard.distributed.watchdog import collectives
+
+sent: Counter[str] = Counter()
+"""The `bytes` that this rank has sent here, by what rings of ranks send."""
 
 
 class RankGroup(NamedTuple):
@@ -166,6 +170,7 @@ def _reduced(x: torch.Tensor, group: str, largest: bool) -> torch.Tensor:
         return stacked.amax(0) if largest else stacked.sum(0)
     out, ranks = x.clone(memory_format=torch.contiguous_format), group_named(group)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    sent["bytes"] += 2 * (ranks.size() - 1) * out.nbytes // ranks.size()
     collectives.finish("sum between layers", lambda: dist.all_reduce(out, op, ranks, async_op=True), ranks)
     return out
 
@@ -184,6 +189,7 @@ def _gathered(x: torch.Tensor, dim: int, group: str, size: int) -> torch.Tensor:
         threads, place = _threads[group]
         return torch.cat(threads.exchange(place, x.detach()), dim)
     x, ranks = x.contiguous(), group_named(group)
+    sent["bytes"] += (size - 1) * x.nbytes
     rows = [torch.empty_like(x) for _ in range(size)]
     collectives.finish("gather between layers", lambda: dist.all_gather(rows, x, ranks, async_op=True), ranks)
     return torch.cat(rows, dim)

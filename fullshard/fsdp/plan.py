@@ -186,6 +186,12 @@ class ShardingPlan:
         return next((unit.axes for unit in self.units if unit.axes), ())
 
     @property
+    def data_size(self) -> int:
+        """The number of ranks with rows of their own."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in {"fsdp", *self.replica_axes})
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of all shards on the rank that holds the most."""
         return sum(unit.shard_bytes for unit in self.units)

@@ -28,7 +28,6 @@ from fullshard.fsdp.comm import Link, bytes_to_others
 from fullshard.fsdp.counters import Meter
 from fullshard.models.experts_math import Routing, combine
 
-
 NUMBERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 """The dtype in which numbers of experts travel beside routing weights of a dtype."""
 

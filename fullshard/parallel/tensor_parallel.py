@@ -13,9 +13,11 @@ from fullshard.distributed.ranks import on_rank_0
 from fullshard.fsdp.local_axes import compute_with_slices
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.parallel.tensor_borders import install_borders
-from fullshard.parallel.tensor_plan import AXIS, check_sizes, split_layers, split_parameters
+from fullshard.parallel.tensor_plan import AXIS, Exchange, check_sizes, exchanges, split_layers, split_parameters
 from fullshard.parallel.tensor_trial import TensorVerdict, generic, try_plan
 from fullshard.spmd.mesh import Mesh, VirtualMesh
+
+SPLIT = "_fullshard_exchanges"
 
 
 def split_model(
@@ -48,4 +50,12 @@ def split_model(
     for path, parameter in get_causal_lm(model).named_parameters():
         if generic(path.replace(".base_layer.", ".")) in verdict.terms:
             compute_with_slices(parameter, mesh, None, (AXIS,))
-    install_borders(layers, RankGroup("", size, 0) if absent else group_of(mesh.get_group(AXIS)))
+    if not hasattr(model, SPLIT):  # a plan may be made again, for another mesh
+        install_borders(layers, RankGroup("", size, 0) if absent else group_of(mesh.get_group(AXIS)))
+        setattr(model, SPLIT, exchanges(layers))
+
+
+def exchanges_of(model: nn.Module) -> dict[str, Exchange]:
+    """What the ranks exchange at the borders of a model's layers; nothing for one that is not split."""
+    found: dict[str, Exchange] = getattr(model, SPLIT, {})
+    return found

@@ -240,6 +240,11 @@ def check_sizes(model: nn.Module, layers: list[SplitLayer], size: int) -> None:
             f"tp_size {size}: {type(inner).__name__} has {count} {words}, which {size} ranks cannot share equally; "
             f"sizes that fit: {', '.join(map(str, fitting))}"
         )
+    kinds = {str(getattr(one.peft_type, "value", one.peft_type)) for one in getattr(model, "peft_config", {}).values()}
+    if "PREFIX_TUNING" in kinds:
+        raise ConfigError(
+            f"tp_size {size}: prefix tuning gives every rank the keys of all heads; use another adapter, or tp_size 1"
+        )
     if (rate := getattr(config, "attention_dropout", 0.0)) and any("attn" in one.name for one in layers):
         raise ConfigError(
             f"tp_size {size}: attention_dropout is {rate} in the model's configuration, and ranks would drop the same "
@@ -251,3 +256,35 @@ def _words(one: SplitLayer) -> str:
     if isinstance(one.layer, nn.Embedding) or one.style.leaves == "slices":
         return "tokens or outputs"
     return "outputs" if one.style.dim == 0 else "inputs"
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+class Exchange(NamedTuple):
+    """What the ranks along `tp` exchange at the borders of one layer: numbers for each token of a batch."""
+
+    forward_sum: int = 0
+    backward_sum: int = 0
+    forward_gather: int = 0
+    """Of the whole value that is put together."""
+    backward_gather: int = 0
+
+
+def exchanges(layers: list[SplitLayer]) -> dict[str, Exchange]:
+    """The exchanges of split layers, by name. Layers that share an input exchange its gradient once."""
+    found: dict[str, Exchange] = {}
+    shared: set[tuple[nn.Module, int]] = set()
+    for one in layers:
+        sizes: Any = one.layer
+        width = getattr(sizes, "embedding_dim", None)
+        out, into = (width, 0) if width is not None else (sizes.out_features, sizes.in_features)
+        once = one.style.enters == "whole" and (one.parent, into) not in shared
+        shared.add((one.parent, into))
+        found[one.name] = Exchange(
+            forward_sum=out if one.style.leaves in ("terms", "token terms") else 0,
+            backward_sum=into if once else 0,
+            forward_gather=out if one.style.leaves == "slices" else 0,
+            backward_gather=into if one.style.enters == "slice" else 0,
+        )
+    return found

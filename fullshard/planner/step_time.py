@@ -20,7 +20,15 @@ from fullshard.models.kernels_on_meta import ATTENTION, ATTENTION_BACKWARD, GROU
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.machines import Machine
 from fullshard.planner.step_trace import Segment, TracedModel
-from fullshard.planner.traffic import Ring, Rings, all_to_all, unit_traffic, units_without_backward
+from fullshard.planner.traffic import (
+    LayerExchanges,
+    Ring,
+    Rings,
+    all_to_all,
+    ring_along,
+    unit_traffic,
+    units_without_backward,
+)
 from fullshard.planner.unit_memory import units_by_layer
 
 
@@ -36,6 +44,8 @@ class Stage:
     """Gathering its parameters, which must come before its compute."""
     leaves: float = 0.0
     """Reducing its gradients, which must come after it."""
+    between: float = 0.0
+    """Sums of activations between the ranks of tensor parallelism, for which compute waits."""
     bus: float = 0.0
     """Moving activations to or from the host, beside its compute."""
     tokens: float = 0.0
@@ -43,8 +53,8 @@ class Stage:
 
     @property
     def compute(self) -> float:
-        """Seconds of the device, with those in which it waits for tokens."""
-        return max(self.products + self.memory, self.bus) + self.tokens
+        """Seconds of the device, with those in which it waits for activations and tokens of other ranks."""
+        return max(self.products + self.memory + self.between, self.bus) + self.tokens
 
 
 def micro_batch_seconds(
@@ -121,6 +131,8 @@ class StepOptions:
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
     optimizer_state: int = 0
     """Bytes of optimizer state on one rank."""
+    between: LayerExchanges | None = None
+    """What tensor parallelism exchanges."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +229,8 @@ def estimate_time(
     clock = _Clock(plan, machine, step, options)
     forward, backward = clock.forward(), clock.backward()
     stages = (*forward, *backward)
-    products, memory, compute, tokens = (
-        sum(getattr(s, part) for s in stages) for part in ("products", "memory", "compute", "tokens")
+    products, memory, exchanged, tokens, compute = (
+        sum(getattr(s, part) for s in stages) for part in ("products", "memory", "between", "tokens", "compute")
     )
     prefetch = (options.forward_prefetch, options.backward_prefetch)
     synced = micro_batch_seconds(forward, backward, *prefetch)
@@ -228,15 +240,16 @@ def estimate_time(
     parts = {
         "matrix products and attention": many * products,
         "memory-bound operations": many * memory,
-        "waiting for activations from the host": many * (compute - tokens - products - memory),
+        "sums of activations between ranks": many * exchanged,
         "sending tokens to experts": many * tokens,
+        "waiting for activations from the host": many * (compute - products - memory - exchanged - tokens),
         "waiting for communication": device - many * compute,
         "waiting for the host to issue work": max(0.0, many * clock.host_seconds() - device),
         "optimizer and clipping": clock.optimizer_seconds(),
     }
     return StepTime(
         {part: seconds for part, seconds in parts.items() if seconds > 1e-9},
-        tokens=batch.tokens * many * math.prod(size for _, size in plan.axes),
+        tokens=batch.tokens * many * plan.data_size,
         flops=step.flops() * many,
         assumptions=tuple(clock.assumptions()),
     )
@@ -250,6 +263,7 @@ class _Clock:
         direct = machine.kind == "cpu"
         self.rings = Rings(plan, machine.gpus_per_node, direct)
         self.experts = all_to_all(plan.expert_axes, machine.gpus_per_node) if plan.expert_axes else Ring(1)
+        self.along_tp = ring_along(plan.axes, ("tp",), machine.gpus_per_node)
         self.rate = rate_of(machine, options.dtype)
         self.bandwidth = machine.memory_bandwidth * MEMORY
         self.units = units_by_layer(plan, step.layers)
@@ -295,6 +309,7 @@ class _Clock:
         # 4-bit weights are written out in 16 bits for a product.
         stage.memory += passes * 2.5 * weights.four_bit / self.bandwidth
         stage.bus = self._bus(step.moved_input(index))
+        stage.between = self._between(name, moment)
         self._gather(stage, gathered)
         if moment == "backward":
             self._reduce(stage, units)
@@ -339,6 +354,16 @@ class _Clock:
         inside = sent * (1 - ring.crossing) / self.machine.node_link
         across = sent * ring.crossing / self.machine.network
         return max(inside, across) / LINK + ring.size * HOP
+
+    def _between(self, layer: str, moment: str) -> float:
+        """Seconds of the sums at the borders inside a layer; those of a layer that is recomputed come again."""
+        between = self.options.between
+        if between is None:
+            return 0.0
+        names = between.inside(layer)
+        seconds = sum(self._link(between.sent(name, moment, self.along_tp), self.along_tp) for name in names)
+        again = between.recomputed(self.along_tp, layer) if moment == "backward" and layer in between.levels else 0
+        return seconds + self._link(again, self.along_tp)
 
     def _bus(self, count: int) -> float:
         """Seconds of a copy between device and host."""

@@ -165,7 +165,10 @@ def summary(estimate: Estimate) -> dict[str, str]:
     of_experts = f"; experts on {experts}" if experts else ""
     packed = "packed " if batch.packed else ""
     micro = f" × {batch.accumulation} micro-batches" if batch.accumulation > 1 else ""
-    ranks = f" × {machine.num_processes} devices" if machine.num_processes > 1 else ""
+    groups, ranks = estimate.plan.data_size, ""
+    if machine.num_processes > 1:
+        each = machine.num_processes // groups
+        ranks = f" × {groups} devices" if each == 1 else f" × {groups} groups of {each} devices"
     return {
         "model": f"{estimate.model}: {count_text(estimate.parameters)} parameters, "
         f"{count_text(estimate.trained)} trained",
