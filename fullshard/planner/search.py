@@ -211,7 +211,8 @@ def _shardings(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
 def _expert_sizes(request: PlanRequest, plan: ShardingPlan) -> list[int]:
     """Sizes of `ep` to try for a mixture of experts: all ranks of a node, and all ranks of a replica."""
     machine, engine = request.machine, request.engine
-    if engine.ep_size > 1 or not any("experts" in p.name.split(".") for p in plan.parameters.values()):
+    names = (p.name.split(".") for unit in plan.units for p in unit.parameters)
+    if engine.ep_size > 1 or not any("experts" in name for name in names):
         return []
     inside = engine.mesh_shape(machine.num_processes, machine.nodes)["fsdp"]
     return sorted({math.gcd(inside, machine.gpus_per_node), inside} - {1})

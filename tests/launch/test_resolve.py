@@ -129,7 +129,7 @@ def test_the_processes_environment_carries_everything(home):
 
 def test_every_setting_survives_the_environment():
     """Whatever an option's value, the processes read what was meant."""
-    refused = ("xla", "ep_size", "cp_size", "sp_size")
+    refused = ("xla", "cp_size", "sp_size")
     mapping = '{"compute_dtype": "float32"}'
     tried = 0
     for one in options_of(EngineSettings):
