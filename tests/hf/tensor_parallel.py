@@ -1,4 +1,4 @@
-"""A script for Accelerate's `ParallelismConfig`, with a model loaded by `tp_plan="auto"`; alone it is an ordinary loop."""
+"""A script for Accelerate's `ParallelismConfig`, with a model loaded by `tp_plan="auto"`; alone an ordinary loop."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Scripts for Accelerate and Trainer with tensor parallelism give the losses of one process, and count each row once."""
+"""Scripts for Accelerate and Trainer with tensor parallelism: the losses of one process, and each row counted once."""
 
 from pathlib import Path
 
