@@ -136,12 +136,13 @@ def test_every_setting_survives_the_environment():
         if not one.env or one.name in refused:
             continue
         texts = ["true", "false"] if one.kind is bool or one.name == "reshard_after_forward" else one.choices or ["7"]
-        texts = [mapping] if one.name == "xla_fsdp_settings" else texts
+        texts = [mapping] if one.name in ("xla_fsdp_settings", "tp_plan") else texts
         for text in texts:
             if text == "fp8":
                 continue
             value = convert(one, text, one.key)
             needs = {"activation_checkpointing": True} if one.name == "activation_checkpointing_offload" else {}
+            needs |= {"tp_size": 2} if one.name == "tp_plan" else {}
             made = EngineSettings(**{one.name: value, **needs})
             value = json.loads(mapping) if value == mapping else value
             assert getattr(EngineSettings.from_environment(made.to_environment()), one.name) == value, one.name

@@ -61,7 +61,8 @@ BESIDES = {
 """What else must be set for an option to matter."""
 ON_XLA = {"xla_fsdp_v2", "xla_fsdp_grad_ckpt"}
 """Options that matter on the XLA engine only: `test_xla_settings.py`."""
-REFUSED = {"xla": True, "xla_fsdp_settings": "no file", "tp_size": 2, "ep_size": 2, "cp_size": 2, "sp_size": 2}
+REFUSED = {"xla": True, "xla_fsdp_settings": "no file", "tp_size": 2, "ep_size": 2, "cp_size": 2, "sp_size": 2,
+           "tp_plan": {"layers.0": "colwise"}}  # fmt: skip
 
 
 def facts(settings: EngineSettings) -> dict[str, object]:
