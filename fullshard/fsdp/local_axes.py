@@ -63,6 +63,12 @@ def local_axes_of(parameter: torch.Tensor) -> LocalAxes:
     return axes
 
 
+def forget_slices(parameter: nn.Parameter) -> None:
+    """Remove the annotation of a parameter, for another plan."""
+    for name in ("_fullshard_layout", "_fullshard_local"):
+        vars(parameter).pop(name, None)
+
+
 def slice_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape that its module computes with."""
     layout: Layout | None = getattr(parameter, "_fullshard_layout", None)

@@ -153,7 +153,9 @@ class Reduction:
 
     def _accumulate(self, pieces: list[tuple[ShardedParameter, torch.Tensor]]) -> None:
         """Add pieces to the gradients of the shards, on the device or in host memory."""
-        host = self.unit.context.host
+        host, factor = self.unit.context.host, self.unit.context.grad_factor
+        if factor != 1.0 and self.average and pieces:
+            torch._foreach_mul_([piece for _, piece in pieces], factor)
         for p, piece in pieces:
             if not p.plan.offloaded:
                 gradients.accumulate(p, piece, host)

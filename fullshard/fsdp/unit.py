@@ -31,6 +31,8 @@ class EngineContext:
     reduce_link: Link
     replica_link: Link
     meter: Meter
+    grad_factor: float
+    """What reduced gradients are multiplied by, where a rank's parameters meet the rows of other ranks (experts)."""
     term_links: Mapping[tuple[str, ...], Link]
     """By local axes along which ranks have terms of gradients."""
     gather_stream: SideStream

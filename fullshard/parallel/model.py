@@ -26,6 +26,7 @@ from fullshard.fsdp import (
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.plan_model import plan_fsdp
 from fullshard.fsdp.wrap import find_units, resolve
+from fullshard.parallel.experts import connect_experts, split_experts
 from fullshard.parallel.settings import XLA_DEVICES_VARIABLE, EngineSettings
 from fullshard.parallel.tensor_parallel import split_model
 from fullshard.spmd import Mesh
@@ -45,7 +46,10 @@ def shard_model(
         precision = MixedPrecision.of(overrides.get("mixed_precision", settings.mixed_precision))
         overrides["mixed_precision"] = dataclasses.replace(precision, buffer_dtype=dtype)
     layers = checkpointed_modules(model, settings) if settings.activation_checkpointing else []
+    of_experts = experts_mesh(settings, mesh)
+    split_experts(model, mesh, of_experts)
     wrapped: Any = FSDPv2(model, mesh, **{**fsdp_options(model, settings), **overrides})  # type: ignore[call-arg]
+    connect_experts(wrapped, mesh, of_experts, overrides.get("timeout"))
     for layer in layers:
         # The last layer's inputs are needed again at once.
         checkpoint_module(layer, offload=settings.activation_checkpointing_offload and layer is not layers[-1])
@@ -69,6 +73,7 @@ def plan_sharding(
     if settings.tp_size > 1:
         split_model(model, mesh, settings.tp_plan)
     options = {**fsdp_options(model, settings), **overrides}
+    split_experts(model, mesh, experts_mesh(settings, mesh))
     return plan_fsdp(model, mesh, point_to_point=not accelerator.is_accelerator(device), **options)
 
 
@@ -96,6 +101,21 @@ def build_mesh(settings: EngineSettings) -> Mesh:
         )
     shape = settings.mesh_shape(devices, runtime.node_count())
     return Mesh(np.arange(devices), tuple(shape.values()), tuple(shape))
+
+
+def experts_mesh(settings: EngineSettings, mesh: Mesh) -> Mesh:
+    """The mesh of experts, over the ranks of the model's mesh: `ep` consecutive ranks hold all experts of a layer.
+
+    `ep` comes before `fsdp`, because dim 0 of a stack is split over `ep` first.
+    """
+    replicas, size = mesh.shape().get("replica", 1), settings.ep_size
+    ranks, rest = divmod(mesh.size(), replicas * size)
+    assert not rest, f"ep_size {size} over {mesh}"
+    axes = {**({"replica": replicas} if "replica" in mesh.shape() else {}), "ep": size, "fsdp": ranks}
+    if isinstance(mesh, VirtualMesh):
+        return VirtualMesh(tuple(axes.values()), tuple(axes))
+    ids = mesh.device_ids.reshape(replicas, ranks, size).transpose(0, 2, 1)
+    return Mesh(ids.reshape(-1), tuple(axes.values()), tuple(axes))
 
 
 def fsdp_options(model: nn.Module, settings: EngineSettings) -> dict[str, Any]:

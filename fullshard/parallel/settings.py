@@ -118,7 +118,8 @@ class EngineSettings:
     """Tensor parallelism: the number of consecutive ranks that compute parts of the same rows, each with its own heads,
     columns of products, and tokens of the vocabulary."""
     ep_size: int = _sizes(1, env="PARALLELISM_CONFIG_EP_SIZE", flags=("ep_size",))
-    """Expert parallelism. Only 1: it is not supported yet."""
+    """Expert parallelism: the number of consecutive ranks that divide the experts of each layer among them. Tokens
+    travel to their experts; over the remaining ranks of a replica each expert is sharded."""
     tp_plan: dict[str, Any] | None = _sizes(  # noqa: RUF009 - a field, not a shared dict
         None, env="FULLSHARD_TP_PLAN", kind=object, metavar="a mapping, JSON, or the path of a JSON file"
     )
@@ -143,9 +144,13 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for wrong, text in (
             (self.mixed_precision == "fp8", "mixed_precision: fp8 is not supported; use bf16, fp16 or no"),
-            (self.ep_size > 1, f"ep_size {self.ep_size}: expert parallelism is not supported yet; use 1"),
             (self.cp_size > 1, f"cp_size {self.cp_size}: context parallelism is not supported yet; use 1"),
             (self.sp_size > 1, f"sp_size {self.sp_size}: sequence parallelism is not supported; use 1"),
+            (
+                self.ep_size > 1 and self.backend.lower() != "no",
+                f"ep_size {self.ep_size} with dynamo_backend {self.backend} (torch_compile): layers whose experts are "
+                f"on other ranks are not compiled yet; use dynamo_backend no (torch_compile false), or ep_size 1",
+            ),
             (
                 self.activation_checkpointing_offload and not self.activation_checkpointing,
                 "fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true",
@@ -302,26 +307,13 @@ class EngineSettings:
                     f"are {world_size}; replicas and ranks that fit: {fitting}"
                 )
             shape = {"replica": replicas, "fsdp": ranks}
-        self._expert_ranks(shape["fsdp"] * self.ranks_per_row)
-        return shape | inner
-
-    def expert_mesh_shape(self, world_size: int, nodes: int) -> dict[str, int]:
-        """The mesh of experts, over the same ranks: inside a replica, `ep` splits them by expert, and `fsdp` shards
-        each over the remaining ranks."""
-        shape = self.mesh_shape(world_size, nodes)
-        inside = shape["fsdp"] * self.ranks_per_row
-        replicas = {"replica": shape["replica"]} if "replica" in shape else {}
-        return {**replicas, "fsdp": self._expert_ranks(inside), "ep": self.ep_size}
-
-    def _expert_ranks(self, inside: int) -> int:
-        """The number of ranks over which each expert is sharded, of those inside a replica."""
-        if inside % self.ep_size:
+        if (inside := shape["fsdp"] * self.ranks_per_row) % self.ep_size:
             sizes = ", ".join(str(n) for n in range(1, inside + 1) if inside % n == 0)
             raise ConfigError(
                 f"ep_size {self.ep_size} with {inside} ranks per replica: expected a size that divides their number: "
                 f"{sizes}"
             )
-        return inside // self.ep_size
+        return shape | inner
 
     # --- environment variables --------------------------------------------------------------------------------------
 

@@ -240,6 +240,11 @@ def check_sizes(model: nn.Module, layers: list[SplitLayer], size: int) -> None:
             f"tp_size {size}: {type(inner).__name__} has {count} {words}, which {size} ranks cannot share equally; "
             f"sizes that fit: {', '.join(map(str, fitting))}"
         )
+    kinds = {str(getattr(one.peft_type, "value", one.peft_type)) for one in getattr(model, "peft_config", {}).values()}
+    if "PREFIX_TUNING" in kinds:
+        raise ConfigError(
+            f"tp_size {size}: prefix tuning gives every rank the keys of all heads; use another adapter, or tp_size 1"
+        )
     if (rate := getattr(config, "attention_dropout", 0.0)) and any("attn" in one.name for one in layers):
         raise ConfigError(
             f"tp_size {size}: attention_dropout is {rate} in the model's configuration, and ranks would drop the same "

@@ -28,7 +28,7 @@ from fullshard.planner.memory import MemoryEstimate, MemoryOptions, estimate_mem
 from fullshard.planner.memory_settings import memory_options, needed_levels, planned_choice, planned_levels
 from fullshard.planner.planned_model import PlannedModel, find_config, planned_model
 from fullshard.planner.request import PlanRequest
-from fullshard.planner.step_time import StepOptions, StepTime, estimate_time, flops_per_token
+from fullshard.planner.step_time import StepOptions, StepTime, TracedStep, estimate_time, flops_per_token
 from fullshard.planner.step_trace import Segment, StepTrace
 from fullshard.planner.tracer import trace_evaluation, trace_step
 from fullshard.planner.traffic import LayerExchanges, Traffic, step_traffic
@@ -107,6 +107,7 @@ class Estimate:
             "machine": {**asdict(self.machine), "nodes": self.machine.nodes},
             "parameters": {"all": self.parameters, "trained": self.trained},
             "mesh": dict(plan.axes),
+            "expert_mesh": dict(plan.expert_axes),
             "strategy": plan.strategy,
             "batch": {**asdict(self.batch), "tokens_per_step": self.tokens},
             "verdict": {
@@ -217,6 +218,7 @@ class Estimator:
             traffic = step_traffic(
                 planned.plan, machine.gpus_per_node, batch.accumulation, config.sync_each_batch, batch.tokens,
                 options.point_to_point, between=between,
+                tokens_sent=TracedStep.of(planned.traced(traces), levels, batch).tokens_sent(),
             )  # fmt: skip
             step = dataclasses.replace(step_options(config, planned, options), between=between)
             steps = estimate_time(planned.plan, machine, planned.traced(traces), levels, batch, step)

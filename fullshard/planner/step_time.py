@@ -20,7 +20,16 @@ from fullshard.models.kernels_on_meta import ATTENTION, ATTENTION_BACKWARD, GROU
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.machines import Machine
 from fullshard.planner.step_trace import Segment, TracedModel
-from fullshard.planner.traffic import LayerExchanges, Ring, ring_along, unit_traffic, units_without_backward
+from fullshard.planner.traffic import (
+    LayerExchanges,
+    Ring,
+    Rings,
+    all_to_all,
+    ring_along,
+    unit_traffic,
+    units_without_backward,
+)
+from fullshard.planner.unit_memory import units_by_layer
 
 
 @dataclass
@@ -39,11 +48,13 @@ class Stage:
     """Sums of activations between the ranks of tensor parallelism, for which compute waits."""
     bus: float = 0.0
     """Moving activations to or from the host, beside its compute."""
+    tokens: float = 0.0
+    """Sending tokens to experts on other ranks and back, which its compute waits for."""
 
     @property
     def compute(self) -> float:
-        """Seconds of the device."""
-        return max(self.products + self.memory + self.between, self.bus)
+        """Seconds of the device, with those in which it waits for activations and tokens of other ranks."""
+        return max(self.products + self.memory + self.between, self.bus) + self.tokens
 
 
 def micro_batch_seconds(
@@ -174,6 +185,10 @@ class TracedStep(TracedModel):
         """Floating-point operations of one micro-batch."""
         return self._sum(lambda segment: segment.flops)
 
+    def tokens_sent(self) -> int:
+        """Bytes of tokens that one micro-batch sends to experts on other ranks, and back."""
+        return self._sum(lambda segment: segment.tokens_sent)
+
     def recomputed(self) -> int:
         """Those of them that repeat what forward has computed."""
         return self._sum(lambda segment: segment.recomputed)
@@ -214,8 +229,8 @@ def estimate_time(
     clock = _Clock(plan, machine, step, options)
     forward, backward = clock.forward(), clock.backward()
     stages = (*forward, *backward)
-    products, memory, exchanged, compute = (
-        sum(getattr(s, part) for s in stages) for part in ("products", "memory", "between", "compute")
+    products, memory, exchanged, tokens, compute = (
+        sum(getattr(s, part) for s in stages) for part in ("products", "memory", "between", "tokens", "compute")
     )
     prefetch = (options.forward_prefetch, options.backward_prefetch)
     synced = micro_batch_seconds(forward, backward, *prefetch)
@@ -226,7 +241,8 @@ def estimate_time(
         "matrix products and attention": many * products,
         "memory-bound operations": many * memory,
         "sums of activations between ranks": many * exchanged,
-        "waiting for activations from the host": many * (compute - products - memory - exchanged),
+        "sending tokens to experts": many * tokens,
+        "waiting for activations from the host": many * (compute - products - memory - exchanged - tokens),
         "waiting for communication": device - many * compute,
         "waiting for the host to issue work": max(0.0, many * clock.host_seconds() - device),
         "optimizer and clipping": clock.optimizer_seconds(),
@@ -245,12 +261,12 @@ class _Clock:
     def __init__(self, plan: ShardingPlan, machine: Machine, step: TracedStep, options: StepOptions) -> None:
         self.plan, self.machine, self.step, self.options = plan, machine, step, options
         direct = machine.kind == "cpu"
-        self.shards = ring_along(plan, ("fsdp",), machine.gpus_per_node, direct)
-        self.replicas = ring_along(plan, plan.replica_axes, machine.gpus_per_node, direct)
-        self.along_tp = ring_along(plan, ("tp",), machine.gpus_per_node)
+        self.rings = Rings(plan, machine.gpus_per_node, direct)
+        self.experts = all_to_all(plan.expert_axes, machine.gpus_per_node) if plan.expert_axes else Ring(1)
+        self.along_tp = ring_along(plan.axes, ("tp",), machine.gpus_per_node)
         self.rate = rate_of(machine, options.dtype)
         self.bandwidth = machine.memory_bandwidth * MEMORY
-        self.units = _units_by_layer(plan, step.layers)
+        self.units = units_by_layer(plan, step.layers)
         keeps = ShardingStrategy[plan.strategy].keeps_after_forward
         kept = {plan.units[0].name, *units_without_backward(plan)}
         self.gathered_again = {u.name for u in plan.units if not keeps and u.name not in kept}
@@ -304,13 +320,15 @@ class _Clock:
         at_full_rate = sum(
             count / SHARES[kind] for s in segments for kind, count in (s.kinds or {PLAIN: s.flops}).items()
         )
-        return Stage(products=at_full_rate / self.rate, memory=moved / self.bandwidth)
+        tokens = self._link(sum(s.tokens_sent for s in segments), self.experts)
+        return Stage(products=at_full_rate / self.rate, memory=moved / self.bandwidth, tokens=tokens)
 
     def _gather(self, stage: Stage, units: Sequence[UnitPlan]) -> None:
         """Add what gathering units costs."""
         for unit in units:
-            sends = unit_traffic(unit, self.shards, self.replicas)
-            stage.arrives += self._link(sends.gather, self.shards)
+            shards, replicas = self.rings.of(unit)
+            sends = unit_traffic(unit, shards, replicas)
+            stage.arrives += self._link(sends.gather, shards)
             stage.arrives += self._bus(sends.from_host)
             cast = [p for p in unit.parameters if p.dtype != p.compute_dtype]
             moved = sum(math.prod(p.piece) * (item_size(p.dtype) + item_size(p.compute_dtype)) for p in cast)
@@ -319,8 +337,9 @@ class _Clock:
     def _reduce(self, stage: Stage, units: Sequence[UnitPlan]) -> None:
         """Add what reducing the gradients of units costs: they are cast, summed, and added to those of the shards."""
         for unit in units:
-            sends = unit_traffic(unit, self.shards, self.replicas)
-            stage.leaves += self._link(sends.reduce, self.shards) + self._link(sends.replicas, self.replicas)
+            shards, replicas = self.rings.of(unit)
+            sends = unit_traffic(unit, shards, replicas)
+            stage.leaves += self._link(sends.reduce, shards) + self._link(sends.replicas, replicas)
             stage.leaves += self._bus(sends.to_host)
             trained = [p for p in unit.parameters if p.trainable]
             moved = sum(math.prod(p.whole) * (item_size(p.compute_dtype) + item_size(p.reduce_dtype)) for p in trained)
@@ -420,14 +439,3 @@ def packed_weights(units: Iterable[UnitPlan]) -> PackedWeights:
 def unpacked_bytes(units: Iterable[UnitPlan]) -> int:
     """Bytes that are read and written when the weights of units in a released model's formats are unpacked once."""
     return sum(2 * p.weights + math.prod(p.whole) for unit in units for p in unit.parameters if p.form)
-
-
-def _units_by_layer(plan: ShardingPlan, layers: Sequence[str]) -> dict[str, list[UnitPlan]]:
-    """The units that are gathered for each layer; under the empty name those around the layers."""
-    units: dict[str, list[UnitPlan]] = {layer: [] for layer in ("", *layers)}
-    for unit in plan.units:
-        owner = unit.name
-        while owner not in units:  # a unit inside a layer
-            owner = owner.rpartition(".")[0]
-        units[owner].append(unit)
-    return units

@@ -159,7 +159,10 @@ def _print_numbers(estimate: Estimate, console: Console) -> None:
 def summary(estimate: Estimate) -> dict[str, str]:
     """What was planned."""
     machine, batch = estimate.machine, estimate.batch
-    mesh = " × ".join(f"{size} {name}" for name, size in estimate.plan.axes)
+    mesh, experts = (
+        " × ".join(f"{size} {name}" for name, size in axes) for axes in (estimate.plan.axes, estimate.plan.expert_axes)
+    )
+    of_experts = f"; experts on {experts}" if experts else ""
     packed = "packed " if batch.packed else ""
     micro = f" × {batch.accumulation} micro-batches" if batch.accumulation > 1 else ""
     groups, ranks = estimate.plan.data_size, ""
@@ -171,7 +174,7 @@ def summary(estimate: Estimate) -> dict[str, str]:
         f"{count_text(estimate.trained)} trained",
         "machine": f"{machine}; {memory_size(machine.device_memory)} per device, "
         f"{memory_size(machine.host_memory)} of host memory per node",
-        "sharding": f"{estimate.plan.strategy} on {mesh}, {len(estimate.plan.units)} units",
+        "sharding": f"{estimate.plan.strategy} on {mesh}{of_experts}, {len(estimate.plan.units)} units",
         "batch": f"{batch.rows} {packed}rows × {batch.length:,} tokens{micro}{ranks}: {estimate.tokens:,} tokens",
         "layers": describe_levels(estimate.levels),
     }

@@ -23,6 +23,7 @@ from fullshard.fsdp.compile import norms_between
 from fullshard.fsdp.local_axes import slice_shape
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.models.attention_masks import known_rows
+from fullshard.models.experts import dispatch_of
 from fullshard.models.kernels_on_meta import WORKSPACES, device_kernels, product_workspace
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.settings import EngineSettings
@@ -202,8 +203,12 @@ class _Step:
             else:
                 pause = self.trace.paused
                 self.calls = {name: CompiledCall(planned.model, layer, pause) for name, layer in layers.items()}
-        self.marks: list[tuple[str, str, Mark, int]] = []
-        """Where each segment begins: unit, moment, and the bytes of gradients so far."""
+        self.marks: list[tuple[str, str, Mark, int, int]] = []
+        """Where each segment begins: unit, moment, and the bytes so far of gradients and of tokens sent to experts."""
+        dispatches = (dispatch_of(module) for module in planned.model.modules())
+        self.links = [dispatch.link for dispatch in dispatches if dispatch is not None]
+        for link in self.links:
+            link.meter.reset()
         self.gradients = 0
         self.counted: set[int] = set()
         """The storages of gradients so far."""
@@ -228,7 +233,12 @@ class _Step:
             yield
 
     def begin(self, unit: str) -> None:
-        self.marks.append((unit, self.moment, self.trace.mark(), self.gradients))
+        self.marks.append((unit, self.moment, self.trace.mark(), self.gradients, self.tokens_sent))
+
+    @property
+    def tokens_sent(self) -> int:
+        """Bytes of tokens that were sent to experts on other ranks so far, and back."""
+        return sum(link.meter.bytes_sent for link in self.links)
 
     def run(self, batch: BatchShape) -> StepTrace:
         model = self.planned.model
@@ -337,11 +347,14 @@ class _Step:
         embedded = [] if self.embedded is None else [self.embedded]
         numbers = {self.trace.number_of(t) for t in (*grads, *recorded, *embedded)}
         lasting = {number: size for number, size in self.trace.living().items() if number not in numbers}
-        following = [*self.marks[1:], ("", "", end, self.gradients)]
+        following = [*self.marks[1:], ("", "", end, self.gradients, self.tokens_sent)]
         segments = []
-        for (unit, moment, start, before), (_, _, stop, after) in zip(self.marks, following, strict=True):
+        for (unit, moment, start, before, sent), (_, _, stop, after, sent_then) in zip(
+            self.marks, following, strict=True
+        ):
             peak, kept = self.trace.usage(start, stop, lasting)
             segment = _segment(unit, moment, peak, kept, after - before, stop.work - start.work)
+            segment = dataclasses.replace(segment, tokens_sent=sent_then - sent)
             if unit in self.calls:
                 segment = self._of_graph(unit, moment)
             if unit or any((segment.peak, segment.kept, segment.flops, segment.read_write)):

@@ -104,13 +104,29 @@ class Ring:
         return (count + (self.size - 2) * -(-count // self.size)) * item  # the first slices are the longest
 
 
-def ring_along(plan: ShardingPlan, axes: Collection[str], gpus_per_node: int, direct: bool = False) -> Ring:
-    """The ring of the first rank along some axes of the plan's mesh, whose ranks fill one node after the other."""
-    shape = [size for _, size in plan.axes]
+Axes = tuple[tuple[str, int], ...]
+"""The axes of a mesh and their sizes."""
+
+
+def ring_along(axes: Axes, names: Collection[str], gpus_per_node: int, direct: bool = False) -> Ring:
+    """The ring of the first rank along some axes of a mesh, whose ranks fill one node after the other."""
+    nodes = _ranks_along(axes, names) // gpus_per_node
+    return Ring(len(nodes), float(np.mean(nodes != np.roll(nodes, 1))), direct)
+
+
+def all_to_all(axes: Axes, gpus_per_node: int) -> Ring:
+    """The ranks of `ep`, each of which sends to all others: `crossing` is the share of these on other nodes."""
+    nodes = _ranks_along(axes, ("ep",)) // gpus_per_node
+    return Ring(len(nodes), float(np.mean(nodes[1:] != nodes[0])) if len(nodes) > 1 else 0.0)
+
+
+def _ranks_along(axes: Axes, names: Collection[str]) -> np.ndarray:
+    """The ranks that differ from the first one only along some axes. Those of `ep` are consecutive."""
+    order = sorted(axes, key=lambda axis: axis[0] == "ep")
+    shape = [size for _, size in order]
     ranks = np.arange(math.prod(shape)).reshape(shape)
-    ranks = ranks[tuple(slice(None) if name in axes else 0 for name, _ in plan.axes)].reshape(-1)
-    nodes = ranks // gpus_per_node
-    return Ring(len(ranks), float(np.mean(nodes != np.roll(nodes, 1))), direct)
+    ranks = ranks[tuple(slice(None) if name in names else 0 for name, _ in order)]
+    return ranks.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -129,6 +145,25 @@ class UnitTraffic:
     """With offload, each time that it is gathered."""
     to_host: int
     """With offload, each time that its gradients are reduced."""
+
+
+class Rings:
+    """The rings of a plan's units: along `fsdp` and over the replicas, on the mesh of each."""
+
+    def __init__(self, plan: ShardingPlan, gpus_per_node: int, direct: bool = False) -> None:
+        self._plan, self._gpus_per_node, self._direct = plan, gpus_per_node, direct
+        self._known: dict[Axes, tuple[Ring, Ring]] = {}
+
+    def of(self, unit: UnitPlan) -> tuple[Ring, Ring]:
+        """The ring of a unit's shards, and that of its replicas."""
+        axes = unit.axes or self._plan.axes
+        if axes not in self._known:
+            shards, replicas = (
+                ring_along(axes, names, self._gpus_per_node, self._direct)
+                for names in (("fsdp",), self._plan.replica_axes)
+            )
+            self._known[axes] = shards, replicas
+        return self._known[axes]
 
 
 def unit_traffic(unit: UnitPlan, shards: Ring, replicas: Ring) -> UnitTraffic:
@@ -193,18 +228,18 @@ def step_traffic(
     direct: bool = False,
     without_backward: frozenset[str] | None = None,
     between: LayerExchanges | None = None,
+    tokens_sent: int = 0,
 ) -> Traffic:
     """The traffic of one step.
 
     Each micro-batch gathers every unit for forward, and again for backward unless the strategy keeps it; recomputing
     activations gathers nothing twice. `tokens` are those of a micro-batch: what they read from an embedding in host
-    memory crosses the bus. `direct` is for ranks that send each other messages (CPUs), and `between` what the ranks of
-    tensor parallelism exchange.
+    memory crosses the bus. `direct` is for ranks that send each other messages (CPUs), `between` what the ranks of
+    tensor parallelism exchange, and `tokens_sent` the bytes of tokens that a micro-batch sends to experts on other
+    ranks, and back.
     """
-    shards, replicas, world = (
-        ring_along(plan, axes, gpus_per_node, direct)
-        for axes in (("fsdp",), plan.replica_axes, [name for name, _ in plan.axes])
-    )
+    world = ring_along(plan.axes, [name for name, _ in plan.axes], gpus_per_node, direct)
+    rings = Rings(plan, gpus_per_node, direct)
     skipped = units_without_backward(plan) if without_backward is None else without_backward
     again = not ShardingStrategy[plan.strategy].keeps_after_forward
     reductions = accumulation if sync_each_batch else 1
@@ -218,6 +253,7 @@ def step_traffic(
     from_host = accumulation * tokens * sum(_row_bytes(p) for unit in plan.units for p in unit.parameters if p.on_host)
     to_host, units = 0, dict[str, int]()
     for unit in plan.units:
+        shards, replicas = rings.of(unit)
         sends = unit_traffic(unit, shards, replicas)
         backward = accumulation * (again and unit is not plan.units[0] and unit.name not in skipped)
         add("gather forward", shards, accumulation * sends.gather)
@@ -231,21 +267,25 @@ def step_traffic(
         to_host += reductions * sends.to_host
     for unit in plan.units:
         for axes in sorted({p.summed_axes for p in unit.parameters if p.trainable and p.summed_axes}):
-            along = ring_along(plan, axes, gpus_per_node, direct)
+            along = ring_along(plan.axes, axes, gpus_per_node, direct)
             for dtype in {p.reduce_dtype for p in unit.parameters}:
                 terms = [p for p in unit.parameters if p.trainable and (p.summed_axes, p.reduce_dtype) == (axes, dtype)]
                 count = sum(math.prod(p.piece) for p in terms)
                 add("terms of gradients", along, reductions * along.sum(count, item_size(dtype)))
     if between is not None:
-        along = ring_along(plan, ("tp",), gpus_per_node)
+        along = ring_along(plan.axes, ("tp",), gpus_per_node)
         for moment in ("forward", "backward"):
             one_batch = sum(between.sent(name, moment, along) for name in between.layers)
             one_batch += between.recomputed(along) if moment == "backward" else 0
             add(f"between layers {moment}", along, accumulation * one_batch)
-    for axes in sorted({_split_over(p) for unit in plan.units for p in unit.parameters if p.trainable}):
+    for mesh, axes in sorted(
+        {(u.axes or plan.axes, _split_over(p)) for u in plan.units for p in u.parameters if p.trainable}
+    ):
         for axis in axes:
-            along = ring_along(plan, (axis,), gpus_per_node)
+            along = ring_along(mesh, (axis,), gpus_per_node)
             add("clipping", along, along.sum(1, 8))
+    if plan.expert_axes:
+        add("tokens to experts", all_to_all(plan.expert_axes, gpus_per_node), accumulation * tokens_sent)
     whole = Ring(world.size, world.crossing)
     add("metrics", whole, whole.sum(METRICS, 8))
     across = {kind: round(count) for kind, count in crossing.items()}

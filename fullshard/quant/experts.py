@@ -15,12 +15,14 @@ from fullshard.quant import blocks, sharded_groups
 from fullshard.quant.grouped_product import Stack, quantized
 from fullshard.quant.packed_experts import PackedExperts, parameter_name
 from fullshard.quant.sharded_groups import GroupRun, Scheme
+from fullshard.spmd.mesh import Mesh
 
 
 class NF4Experts(PackedExperts):
     """A module with 4-bit fused experts; `NF4Experts.of` converts a module to a subclass of its own class."""
 
     PARTS = ("packed", "absmax", "nested")
+    rows_are_groups = True
     scheme: Scheme
 
     @staticmethod
@@ -57,7 +59,9 @@ class NF4Experts(PackedExperts):
         return self.scheme.shapes(math.prod(matrix), count)
 
     def stack_of(self, name: str, parts: Mapping[str, torch.Tensor]) -> Stack:
-        return quantized(self.scheme, self.fused[name], dict(parts))
+        matrix = self.fused[name][1:]
+        count = len(parts["packed"]) // self.scheme.groups(math.prod(matrix))  # all experts, or those of this rank
+        return quantized(self.scheme, (count, *matrix), dict(parts))
 
     # --- loading: the protocol of `weights/transforms.py` -------------------------------------------------------------
 
@@ -82,10 +86,10 @@ class NF4Experts(PackedExperts):
     def finish_reading(self, read: dict[str, list[GroupRun]], pieces: Any) -> None:
         """Do the steps that need all ranks, and store this rank's rows."""
         for name, (count, *matrix) in self.fused.items():
-            mesh = pieces[name].mesh
-            split = any(p.is_shard() for p in parameters_of(self)[name].placements)
-            group = mesh.get_group(mesh.get_axis_name_idx("fsdp")) if split else None
-            parts = sharded_groups.finish_runs(read[name], count, math.prod(matrix), self.scheme, group)
+            group = sharded_groups.ranks_of_shards(parameters_of(self)[name])
+            here = _experts_of_rank(pieces[name].mesh, count)
+            runs = [run._replace(matrix=max(run.matrix - here.start, 0)) for run in read[name]]
+            parts = sharded_groups.finish_runs(runs, len(here), math.prod(matrix), self.scheme, group)
             for part, value in parts.items():
                 pieces[parameter_name(name, part)].local.copy_(value)
 
@@ -96,3 +100,12 @@ class NF4Experts(PackedExperts):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.scheme.quant_type}, blocks of {self.scheme.blocksize}"
+
+
+def _experts_of_rank(mesh: Mesh, count: int) -> range:
+    """The experts that this rank and those along `fsdp` hold: all, if there is no axis `ep`."""
+    axis, place = mesh.get_axis_name_idx("ep"), mesh.coordinate(runtime.rank())
+    if axis is None or place is None:
+        return range(count)
+    each = count // mesh.mesh_shape[axis]
+    return range(each * place[axis], each * (place[axis] + 1))

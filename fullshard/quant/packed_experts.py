@@ -33,6 +33,8 @@ class PackedExperts(nn.Module):
 
     PARTS: tuple[str, ...] = ()
     """The names that parts of a weight may have."""
+    rows_are_groups = False
+    """Whether the rows of all parts are groups of one expert's weights, so that a rank may have some experts only."""
 
     compute_dtype: torch.dtype | None
     dtype: torch.dtype

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 import fullshard.spmd as xs
+from fullshard.config.errors import ConfigError
 from fullshard.distributed import data_ranks
 from fullshard.distributed.ranks import exchange
 from fullshard.fsdp import FSDPv2
+from fullshard.fsdp.local_axes import local_axes_of
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.fused_dropout import Dropout, seed_of_slice
 from fullshard.lora.gated_mlp import fuse_mlps
@@ -17,6 +19,8 @@ from fullshard.models.chunked_loss import ChunkedLossHead
 from fullshard.models.layer_groups import gated_mlps, shared_inputs
 from fullshard.parallel.model import join_ranks, shard_model
 from fullshard.parallel.settings import EngineSettings
+from fullshard.parallel.tensor_parallel import split_model
+from fullshard.spmd.mesh import VirtualMesh
 from tests.pool import ranks
 
 SIZES = {
@@ -200,3 +204,63 @@ def test_fused_dropout_draws_a_mask_for_each_slice():
     kept = [Dropout(seed_of_slice(seed, layer), 0.5).kept(torch.Size([50, 24]), 0) for layer in (down, gate)]
     both = [exchange(one.tolist(), "masks") for one in kept]
     assert both[0][0] != both[0][1] and both[1][0] == both[1][1]
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", ["full", "fused LoRA"])
+def test_compiled_recomputed_and_offloaded(kind):
+    """Graphs without breaks hold the sums between layers."""
+    full = kind == "full"
+    plain = model("llama") if full else with_lora("llama", ALL_LINEAR)
+    ours = model("llama") if full else with_lora("llama", ALL_LINEAR, fused=True)
+    expected = trained(plain, head=ChunkedLossHead(plain, entropy=True))
+    head = ChunkedLossHead(ours, entropy=True)
+    found = sharded(
+        ours, backend="aot_eager", use_fullgraph=True, offload_params=True, activation_checkpointing=True,
+        sharding_strategy="SHARD_GRAD_OP",
+    )  # fmt: skip
+    same(trained(found, own_rows(), head=head), expected)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(made, text, size=2, **settings):
+    mesh = VirtualMesh((4 // size, size), ("fsdp", "tp"))
+    with pytest.raises(ConfigError, match=text):
+        split_model(made, mesh, settings.pop("tp_plan", None))
+
+
+def test_models_that_cannot_be_split_so():
+    with torch.device("meta"):
+        refused(model("llama"), r"tp_size 4: LlamaForCausalLM has 2 key/value heads, .* sizes that fit: 1, 2$", size=4)
+        refused(model("llama", vocab_size=97), r"97 tokens or outputs in lm_head, .* sizes that fit: 1$")
+        refused(model("llama", attention_dropout=0.1), r"attention_dropout is 0\.1")
+    torch.manual_seed(0)
+    adapted = get_peft_model(model("llama"), LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]))
+    refused(adapted, r"adapter on model\.layers\.0\.self_attn\.q_proj is a Linear that tensor parallelism does not")
+    prefix = get_peft_model(model("llama"), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    refused(prefix, "prefix tuning gives every rank the keys of all heads")
+
+
+def test_families_without_a_plan_and_plans_of_the_user():
+    plain = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=96))
+    refused(plain, "GPT2LMHeadModel has no tensor-parallel plan; give one with tp_plan")
+    plan = {"model.layers.*.mlp.up_proj": "columns"}
+    refused(model("llama"), r"up_proj has the style 'columns'.* Expected one of colwise", tp_plan=plan)
+    refused(model("llama"), r"no module of LlamaForCausalLM matches 'model\.layer'", tp_plan={"model.layer": "colwise"})
+    plan = {"model.layers.*.mlp.down_proj": "replicate"}  # the MLP then has a slice where the whole is expected
+    refused(model("llama"), r"two ranks compute something else than one: a rank fails: .*shapes", tp_plan=plan)
+    plan = {"model.layers.*.self_attn.q_norm": "replicate", "model.layers.*.self_attn.k_norm": "replicate"}
+    made = model("qwen3")
+    split_model(made, VirtualMesh((2, 2), ("fsdp", "tp")), plan)  # the trial shows that ranks have terms
+    assert local_axes_of(made.model.layers[0].self_attn.q_norm.weight).summed == ("tp",)
+
+
+@ranks(2)
+def test_a_plan_in_the_settings_is_applied():
+    plan = {"lm_head": "replicate", "model.embed_tokens": "replicate"}
+    expected = trained(model("llama"))
+    ours = sharded(model("llama"), tp_plan=plan)
+    assert ours.plan.parameters["lm_head.weight"].whole == (96, 32)
+    same(trained(ours, own_rows()), expected)

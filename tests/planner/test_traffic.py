@@ -158,9 +158,9 @@ def plan_of(strategy: str, world: int, replicas: int = 1) -> ShardingPlan:
 
 def test_a_ring_of_two_nodes_crosses_twice():
     plan = plan_of("FULL_SHARD", 8)
-    assert ring_along(plan, ("fsdp",), 8).crossing == 0
-    assert ring_along(plan, ("fsdp",), 4).crossing == 2 / 8
-    assert ring_along(plan, ("fsdp",), 1).crossing == 1
+    assert ring_along(plan.axes, ("fsdp",), 8).crossing == 0
+    assert ring_along(plan.axes, ("fsdp",), 4).crossing == 2 / 8
+    assert ring_along(plan.axes, ("fsdp",), 1).crossing == 1
 
 
 def test_replicas_in_different_nodes_gather_inside_and_sum_across():
@@ -202,7 +202,7 @@ def test_offloaded_shards_cross_the_bus():
 def test_rings_follow_the_order_of_ranks():
     plan = plan_of("HYBRID_SHARD", 16, replicas=8)
     nodes = np.arange(16) // 4
-    along = ring_along(plan, ("replica",), 4)
+    along = ring_along(plan.axes, ("replica",), 4)
     assert along.crossing == float(np.mean(nodes[::2] != np.roll(nodes[::2], 1)))
 
 
