@@ -57,7 +57,7 @@ class FP8Linear(QuantizedLinear):
 
     def base_form(self) -> tuple[str, list[torch.Tensor]]:
         """The weight for `base_product`."""
-        return "fp8", list(self.parts.values())
+        return "fp8", [self.packed, self.scales]
 
     # --- loading: the protocol of `weights/transforms.py` -------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class StoredLinear(QuantizedLinear):
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a dense weight
         self.stored_weight, self.FORMAT = StoredWeight(stored, out_features, in_features), stored.name
+        self.form, self.own_parts = self.stored_weight.form, self.stored_weight.parts
         self._set_up(in_features, out_features, bias, None, device, dtype)
 
     @classmethod
@@ -70,7 +71,7 @@ class StoredLinear(QuantizedLinear):
 
     def base_form(self) -> tuple[str, list[torch.Tensor]]:
         """The weight for `base_product`."""
-        return self.stored_weight.form, list(self.parts.values())
+        return self.form, [getattr(self, part) for part in self.own_parts]
 
     # --- loading: the protocol `KeepsFiles` of `weights/transforms.py` ------------------------------------------------
 
