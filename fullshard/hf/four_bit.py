@@ -174,7 +174,7 @@ def wrap(settings: EngineSettings, model: nn.Module, options: dict[str, Any]) ->
         later = {id(p) for layer in layers for p in layer.parts.values()}
         sync_values.share(model, mesh, later)
         options = {**options, "sync_module_states": False}
-    wrapped = shard_model(model, settings, mesh, **options)
+    wrapped = shard_model(model, settings, mesh, split_tables=False, **options)
     _read_slices(wrapped, layers)
     return wrapped
 

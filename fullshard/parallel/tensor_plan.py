@@ -83,8 +83,11 @@ class SplitParameter(NamedTuple):
         return parameter
 
 
-def split_layers(model: nn.Module, changes: Mapping[str, str] | None = None) -> list[SplitLayer]:
-    """The layers that are split, by the model's plan and the user's changes to it."""
+def split_layers(
+    model: nn.Module, changes: Mapping[str, str] | None = None, *, tables: bool = True
+) -> list[SplitLayer]:
+    """The layers that are split, by the model's plan and the user's changes to it. Without `tables`, embedding and
+    head stay whole: code of a script may multiply by their weights itself."""
     inner = get_causal_lm(model)
     plan = {**dict(getattr(inner, "tp_plan", None) or {}), **(changes or {})}
     if not plan:
@@ -114,6 +117,9 @@ def split_layers(model: nn.Module, changes: Mapping[str, str] | None = None) -> 
             for name in matches
             if STYLES[style] != Style()
         ]
+    if not tables:
+        whole = {id(inner.get_input_embeddings()), id(inner.get_output_embeddings())}
+        return [one for one in layers if id(one.layer) not in whole]
     return _with_tied_tables(inner, layers)
 
 
