@@ -32,9 +32,8 @@ class PackedExperts(nn.Module):
     """
 
     PARTS: tuple[str, ...] = ()
-    """The names that parts of a weight may have."""
-    rows_are_groups = False
-    """Whether the rows of all parts are groups of one expert's weights, so that a rank may have some experts only."""
+    """The names that parts of a weight may have. In each part an expert has rows of its own, so a rank may hold some
+    experts only."""
 
     compute_dtype: torch.dtype | None
     dtype: torch.dtype
