@@ -53,6 +53,10 @@ class ParameterPlan:
     """Whether every rank holds it whole in host memory, and reads it there (`host_embedding.py`)."""
     offloaded: bool = False
     """Whether its shards are in host memory, from which they are copied when it is gathered."""
+    form: str = ""
+    """The format of the released model's weight that it is a part of; empty for other parameters."""
+    weights: int = 0
+    """How many weights its bytes are the codes of, in such a format."""
     local_axes: tuple[str, ...] = ()
     """The axes of `spec` along which its module computes with this rank's slice (`local_axes.py`)."""
     summed_axes: tuple[str, ...] = ()

@@ -117,6 +117,8 @@ def plan_model(
         known = earlier.get(id(entry.parameter))
         if known is None:
             plan = plan_for(entry.names, entry.parameter, inputs)
+            form, weights = stored_form(*entry.sites[0])
+            plan = dataclasses.replace(plan, form=form, weights=weights)
             apart = mesh_of(entry.parameter, inputs.mesh) != inputs.mesh
             owner = entry.sites[0][0] if apart else _owner(entry.sites, around, inside)
         else:
@@ -179,6 +181,14 @@ def _owner(
     first, *others = dict.fromkeys(module for module, _ in sites)
     containing = (unit for unit in around[first] if all(module in inside[unit] for module in others))
     return min(containing, key=lambda unit: len(inside[unit]))
+
+
+def stored_form(module: nn.Module, name: str) -> tuple[str, int]:
+    """The format of a parameter that is a part of a weight as a released model stores it, and the number of weights
+    that it has the codes of; empty and 0 for others. Such a module has a method `stored_form`."""
+    own = getattr(module, "stored_form", None)
+    form, weights = own(name) if own is not None else ("", 0)
+    return form, weights
 
 
 def tensor_parallel_layout(parameter: nn.Parameter, mesh: Mesh, replica_axes: Sequence[str]) -> Layout | None:

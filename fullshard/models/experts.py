@@ -166,7 +166,8 @@ def _projection(module: Any, name: str, dtype: torch.dtype, adapters: Sequence[L
     bias = getattr(module, f"{name}_bias").to(dtype) if module.has_bias else None
     dispatch = dispatch_of(module)
     factors = [_as_factors(_own(one, dispatch), module.is_transposed, dtype) for one in adapters]
-    return Projection(stack, module.is_transposed, bias, factors)
+    swapped = own is not None and module.is_swapped(name)
+    return Projection(stack, module.is_transposed != swapped, bias, factors)
 
 
 def _own(adapter: LoraFactors, dispatch: Dispatch | None) -> LoraFactors:

@@ -272,8 +272,8 @@ class _Estimate:
 
     @cached_property
     def _largest_packed(self) -> int:
-        """Bytes of the largest piece of a weight in 4 bits or fp8."""
-        packed = [p for unit in self._kinds for p in unit.plan.parameters if item_size(p.dtype) == 1]
+        """Bytes of the largest piece of a weight that is quantized to 4 bits or fp8 while it is loaded."""
+        packed = [p for unit in self._kinds for p in unit.plan.parameters if item_size(p.dtype) == 1 and not p.form]
         return max((p.shard_bytes for p in packed), default=0)
 
     def _save(self) -> dict[str, int]:

@@ -33,6 +33,7 @@ from fullshard.parallel.tensor_parallel import exchanges_of
 from fullshard.parallel.tensor_plan import Exchange
 from fullshard.planner.layer_dedup import CannotExpandError, Condensed, Stack, condense, may_name_a_layer, patterns_in
 from fullshard.planner.step_trace import StepTrace, TracedModel
+from fullshard.quant.shipped import METHODS, Shipped, quant_method
 from fullshard.sft import adapter
 from fullshard.sft.adapter import set_projection_dtype
 from fullshard.sft.base_model import read_model
@@ -156,8 +157,7 @@ def _planned(
     stacks: list[Stack] = []
 
     def leave_out(model: Any) -> None:
-        # Files and settings of a model that is quantized already name its layers.
-        if condensed and getattr(model.config, "quantization_config", None) is None:
+        if condensed and not _names_layers(getattr(model.config, "quantization_config", None)):
             stacks.extend(condense(model))
 
     model: Any = read_model(config, place, device, notes.append, present=False, condense=leave_out, all_parts=all_parts)
@@ -191,6 +191,13 @@ def _planned(
         notes=tuple(notes),
         exchanges=_exchanged(whole, model, ready.head),
     )
+
+
+def _names_layers(packed: Any) -> bool:
+    """Whether a `quantization_config` may treat layers that are alike differently. bitsandbytes' files name them."""
+    if packed is None or quant_method(packed) not in METHODS:
+        return packed is not None
+    return any(map(may_name_a_layer, Shipped.of(packed).patterns))
 
 
 def _exchanged(whole: Condensed, model: Any, head: Any) -> dict[str, Exchange]:

@@ -306,8 +306,8 @@ class _Clock:
         if weights.fp8 and "float8" in self.machine.flops:  # at a rate of their own
             fp8 = 2 * tokens * weights.fp8 * passes
             stage.products += fp8 / (self.machine.flops["float8"] * FP8_PRODUCTS) - fp8 / (self.rate * PRODUCTS)
-        # 4-bit weights are written out in 16 bits for a product.
-        stage.memory += passes * 2.5 * weights.four_bit / self.bandwidth
+        # Weights in few bits are written out in 16 bits for a product.
+        stage.memory += passes * (2.5 * weights.four_bit + unpacked_bytes(units)) / self.bandwidth
         stage.bus = self._bus(step.moved_input(index))
         stage.between = self._between(name, moment)
         self._gather(stage, gathered)
@@ -427,8 +427,15 @@ def packed_weights(units: Iterable[UnitPlan]) -> PackedWeights:
         names = {name for p in unit.parameters for name in p.names}
         for p in unit.parameters:
             owner, _, part = p.name.rpartition(".")
+            if p.form:
+                continue  # see `unpacked_bytes`
             if f"{owner}.scales" in names:
                 fp8 += math.prod(p.shape) * (part == "packed")
             elif part == "packed" or f"{p.name}_absmax" in names:  # of a layer, of fused experts
                 four_bit += 2 * math.prod(p.shape)
     return PackedWeights(four_bit, fp8)
+
+
+def unpacked_bytes(units: Iterable[UnitPlan]) -> int:
+    """Bytes that are read and written when the weights of units in a released model's formats are unpacked once."""
+    return sum(2 * p.weights + math.prod(p.whole) for unit in units for p in unit.parameters if p.form)

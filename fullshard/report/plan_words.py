@@ -58,8 +58,14 @@ WORDS = {
 
 def legend_words(view: PlanView) -> list[str]:
     """What the notes beside parameters mean, in lines of two."""
-    there = " ".join(note for unit in view.units for row in unit.parameters for note in row.notes)
+    rows = [row for unit in view.units for row in unit.parameters]
+    there = " ".join(
+        note for row in rows for note in row.notes if not row.plan.form or not note.startswith(row.plan.form)
+    )
     words = [meaning for note, meaning in WORDS.items() if note in there]
+    words += [
+        f"{form}: as the model's files store it, sent as it is" for form in sorted({r.plan.form for r in rows} - {""})
+    ]
     return [" · ".join(words[i : i + 2]) for i in range(0, len(words), 2)]
 
 

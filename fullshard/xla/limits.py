@@ -153,6 +153,9 @@ def _limits(config: Any) -> tuple[Limit, ...]:
             "4-bit weights need kernels of the torch engine; leave it out, or use LoRA on the model as it is",
         ),
         Limit(
+            "dequantize", config.dequantize, "shipped weights are unpacked by the torch engine; give the model in bf16"
+        ),
+        Limit(
             "base_dtype", config.base_dtype is not None, "fp8 weights need kernels of the torch engine; leave it out"
         ),
         Limit(

@@ -34,7 +34,11 @@ def split(ranks: int = 2) -> Iterator[None]:
 @ranks(4)
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("full", {"packing": True}), ("lora", {"gradient_checkpointing": True}), ("full", {"chunked_loss": False})],
+    [
+        pytest.param("full", {"packing": True}, marks=pytest.mark.slow),
+        ("lora", {"gradient_checkpointing": True}),
+        pytest.param("full", {"chunked_loss": False}, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_of_one_device(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     config = settings(
@@ -89,6 +93,7 @@ def test_a_run_goes_on_with_another_mesh(first: int, then: int, tmp_path: Path) 
         torch.testing.assert_close(a.full_tensor(), b.full_tensor(), rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_files_are_those_of_transformers_and_peft(kind: str, tmp_path: Path) -> None:
