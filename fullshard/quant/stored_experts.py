@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ class StoredExperts(PackedExperts):
 
     def stack_of(self, name: str, parts: Mapping[str, torch.Tensor]) -> Stack:
         weight = self.stored[name]
+        count = len(parts["packed"]) // (weight.joined * weight.rows)  # all experts, or those of this rank
+        weight = replace(weight, experts=count)
         return Stack(weight.form, [parts[part] for part in weight.parts])
 
     def is_swapped(self, name: str) -> bool:
