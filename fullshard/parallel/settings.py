@@ -264,6 +264,8 @@ class EngineSettings:
             shown["mesh"] = f"{replicas} of {self.dp_shard_size} ranks" if self.dp_shard_size else replicas
             if self.dp_replicate_size is None and self.dp_shard_size is None:
                 shown["mesh"] = "one replica per node"
+        if self.ep_size > 1:
+            shown["experts"] = f"divided among {self.ep_size} ranks"
         if self.backend.lower() != "no":
             shown["torch.compile"] = f"{self.backend} ({self.mode})"
         if self.ignored_modules:
