@@ -27,13 +27,14 @@ from fullshard.spmd.tensor import is_sharded
 class PackedExperts(nn.Module):
     """A module with quantized fused experts, of a subclass of its own class.
 
+    The rows of each part are those of one expert after the other, so that a rank may have some experts only.
+
     The packed parameter has the name of the dense weight, so PEFT finds it; other parts are separate parameters
     (`…_absmax`, `…_scales`).
     """
 
     PARTS: tuple[str, ...] = ()
-    """The names that parts of a weight may have. In each part an expert has rows of its own, so a rank may hold some
-    experts only."""
+    """The names that parts of a weight may have."""
 
     compute_dtype: torch.dtype | None
     dtype: torch.dtype
