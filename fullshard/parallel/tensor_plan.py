@@ -282,9 +282,11 @@ def exchanges(layers: list[SplitLayer]) -> dict[str, Exchange]:
     found: dict[str, Exchange] = {}
     shared: set[tuple[nn.Module, int]] = set()
     for one in layers:
-        sizes: Any = one.layer
-        width = getattr(sizes, "embedding_dim", None)
-        out, into = (width, 0) if width is not None else (sizes.out_features, sizes.in_features)
+        if not (one.style.enters or one.style.leaves):
+            continue
+        sizes: Any = getattr(one.layer, "original_module", one.layer)
+        out = getattr(sizes, "embedding_dim", None) or getattr(sizes, "out_features", 0)
+        into = getattr(sizes, "in_features", 0)
         once = one.style.enters == "whole" and (one.parent, into) not in shared
         shared.add((one.parent, into))
         found[one.name] = Exchange(
