@@ -10,18 +10,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
 from fullshard.activations.checkpointing import checkpoint_module, keep_activations
+from fullshard.activations.slices import SliceCount, run_whole, slice_module
 from fullshard.fsdp.compile import VARIANT
 
 Kind = TypeVar("Kind")
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 """The names of the feed-forward part in the layers of language models."""
-
-
+SLICED = "_fullshard_sliced_parts"
+"""The attribute of a layer with parts that run in slices of the sequence: its `SlicedParts`."""
 HALVINGS = 24
 """How often the interval is halved in which the room lies that just fits."""
 
@@ -31,7 +32,8 @@ class Level(enum.IntEnum):
 
     KEEP_ALL = 0
     RECOMPUTE_MLP = 1
-    """Recompute the inside of the feed-forward part, which has the largest activations."""
+    """Recompute the inside of the feed-forward part, which has the largest activations; of a layer that runs in slices
+    of the sequence, the inside of every part that does."""
     RECOMPUTE = 2
     """Recompute the layer from its input."""
     OFFLOAD = 3
@@ -39,16 +41,47 @@ class Level(enum.IntEnum):
 
 
 def set_level(layer: nn.Module, level: Level, *, reentrant: bool = False) -> None:
-    """Let a layer keep what a level says, from its next forward on."""
-    mlp = mlp_of(layer)
+    """Let a layer keep what a level says, from its next forward on. Slices of the sequence are computed again in
+    backward, so a layer that keeps everything has none."""
+    mlp, sliced = mlp_of(layer), sliced_parts(layer)
     layer.__dict__[VARIANT] = level
     keep_activations(layer)
     if mlp is not None:
         keep_activations(mlp)
-    if level is Level.RECOMPUTE_MLP and mlp is not None:
+    for part in sliced:
+        if level is Level.KEEP_ALL:
+            run_whole(part)
+        else:
+            slice_module(part, layer.__dict__[SLICED].slices)
+    if level is Level.RECOMPUTE_MLP and mlp is not None and not sliced:
         checkpoint_module(mlp)
-    elif level is not Level.KEEP_ALL:
+    elif level >= Level.RECOMPUTE:
         checkpoint_module(layer, reentrant=reentrant, offload=level is Level.OFFLOAD)
+
+
+class SlicedParts(NamedTuple):
+    """The parts of a layer that run in slices of the sequence."""
+
+    modules: tuple[nn.Module, ...]
+    slices: SliceCount
+
+
+def run_in_slices(layer: nn.Module, parts: Sequence[nn.Module], count: SliceCount) -> None:
+    """Let parts of a layer run in slices of the sequence, unless it keeps everything."""
+    layer.__dict__[SLICED] = SlicedParts(tuple(parts), count)
+    for part in parts:
+        slice_module(part, count)
+
+
+def sliced_parts(layer: nn.Module) -> Sequence[nn.Module]:
+    """The parts of a layer that run in slices."""
+    marked: SlicedParts | None = vars(layer).get(SLICED)
+    return () if marked is None else marked.modules
+
+
+def has_slices(model: nn.Module) -> bool:
+    """Whether parts of a model's layers run in slices of the sequence."""
+    return any(sliced_parts(module) for module in model.modules())
 
 
 def mlp_of(layer: nn.Module) -> nn.Module | None:
@@ -71,8 +104,9 @@ def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
 def recompute_costs(layer: nn.Module) -> dict[Level, float]:
     """What recomputing a layer costs at each level that it can have: products per token. To move an input costs little
     beside them."""
-    mlp, whole = mlp_of(layer), _products(layer)
-    part = {Level.RECOMPUTE_MLP: _products(mlp)} if mlp is not None else {}
+    mlp, sliced, whole = mlp_of(layer), sliced_parts(layer), _products(layer)
+    parts = sliced or ([mlp] if mlp is not None else [])
+    part = {Level.RECOMPUTE_MLP: sum(map(_products, parts))} if parts else {}
     return {Level.KEEP_ALL: 0.0, **part, Level.RECOMPUTE: whole, Level.OFFLOAD: 1.02 * whole}
 
 

@@ -35,6 +35,7 @@ from fullshard.activations.levels import (
     peak_of,
     recompute_costs,
     set_level,
+    sliced_parts,
 )
 from fullshard.activations.offload import buffers as host_buffers
 from fullshard.config.byte_size import memory_size
@@ -361,6 +362,7 @@ class ActivationBudget:
         """What a choice depends on."""
         return {
             "budget": self.budget, "offload": self.offload, "ranks": runtime.world_size(), "kinds": self.kinds,
+            "slices": [len(sliced_parts(layer)) for layer in self.layers],
             "memory": min(exchange(self.memory.total(), "memory of the ranks")),
             "largest": None if self.largest is None else {
                 "tokens": self.largest.tokens, "length": self.largest.length, "quadratic": self.quadratic,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fullshard.activations.levels import Level, LevelChoice, full_checkpointing, recompute_costs
+from fullshard.activations.levels import Level, LevelChoice, full_checkpointing, has_slices, recompute_costs
 from fullshard.device import accelerator
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
@@ -113,12 +113,13 @@ def _unsharded(name: str, t: ReplicatedTensor) -> ParameterPlan:
 # --- what layers keep -------------------------------------------------------------------------------------------------
 
 
-def needed_levels(config: SFTConfig, engine: EngineSettings) -> list[Level]:
-    """The levels that layers may have, for which a step must be traced."""
+def needed_levels(config: SFTConfig, engine: EngineSettings, sliced: bool = False) -> list[Level]:
+    """The levels that layers may have, for which a step must be traced; `sliced` is whether they have parts that run
+    in slices of the sequence."""
     if config.activation_budget is not None:
         return list(Level)
     if not (config.gradient_checkpointing or engine.activation_checkpointing):
-        return [Level.KEEP_ALL]
+        return [Level.RECOMPUTE_MLP if sliced else Level.KEEP_ALL]
     return [Level.RECOMPUTE, *([Level.OFFLOAD] if _offloads(config, engine) else [])]
 
 
@@ -163,5 +164,5 @@ def planned_levels(config: SFTConfig, planned: PlannedModel, choice: LevelChoice
         return choice.levels()
     count, engine = len(planned.layers), planned.engine
     if not (config.gradient_checkpointing or engine.activation_checkpointing):
-        return [Level.KEEP_ALL] * count
+        return needed_levels(config, engine, has_slices(planned.model)) * count
     return full_checkpointing(count, _offloads(config, engine) and accelerator.is_accelerator(planned.device))
