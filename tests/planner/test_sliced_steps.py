@@ -1,0 +1,80 @@
+"""Steps whose layers run in slices of the sequence: traced like those with values, and smaller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.activations.levels import Level
+from fullshard.activations.slices import SliceCount
+from fullshard.models.slice_check import apply_slices, try_slices
+from fullshard.planner.batch import BatchShape
+from fullshard.planner.step_trace import StepTrace
+from fullshard.planner.tracer import trace_evaluation, trace_step
+from fullshard.quant.config import Quantization
+from fullshard.quant.sharded_groups import Scheme
+from tests.planner.small_models import planned
+from tests.planner.test_activations import bytes_and_operations
+
+HALF: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}
+BATCH = BatchShape(1, 61)
+COUNT = 4
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("llama", {}),
+    "fused lora": ("qwen3", {**HALF, "lora": {}, "fused": True}),
+    "qlora": ("llama", {**HALF, "lora": {}, "fused": True, "quantize": Quantization(Scheme())}),
+    "experts": ("mixtral", {}),
+    "gpt2": ("gpt2", {"lora": {}}),
+}
+
+
+def sliced(case: str, device: str, slices: int = COUNT, **more: Any) -> Any:
+    name, options = CASES[case]
+    step = planned(name, device, **options, **more)
+    if slices > 1:
+        assert apply_slices(step.model, try_slices(step.model), SliceCount(slices))
+    return step
+
+
+@pytest.mark.parametrize("level", [Level.RECOMPUTE_MLP, Level.RECOMPUTE], ids=lambda level: level.name)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fused lora" else pytest.mark.slow) for c in CASES])
+def test_slices_are_traced_exactly(case: str, level: Level) -> None:
+    if "quantize" in CASES[case][1]:  # the tables of 4-bit codes are made once in a process
+        for device in ("cpu", "meta"):
+            trace_step(sliced(case, device), BATCH, level)
+    measured, traced = (trace_step(sliced(case, device), BATCH, level) for device in ("cpu", "meta"))
+    assert bytes_and_operations(traced) == bytes_and_operations(measured)
+
+
+def backward_peak(trace: StepTrace) -> int:
+    """The most bytes in the backward of a layer, above what the layers before it keep."""
+    return max(s.peak for s in trace.segments if s.unit and s.moment == "backward")
+
+
+@pytest.mark.parametrize("case", ["full", "fused lora"])
+def test_the_inside_of_a_layer_is_small(case: str) -> None:
+    """With wide MLPs, what a recomputed layer needs in backward falls from the inside of the MLP to a few times the
+    width of the layer."""
+    wide, long = {"intermediate_size": 1024}, BatchShape(1, 2048)  # 16 times the hidden size
+    whole, parts = (trace_step(sliced(case, "meta", n, **wide), long, Level.RECOMPUTE) for n in (1, 16))
+    states = 2048 * 64 * (4 if case == "full" else 2)
+    assert backward_peak(whole) > 50 * states > 16 * states > backward_peak(parts)
+    for moment in ("forward", "backward"):  # a part is computed in forward and once more in backward, as without slices
+        one, other = (sum(s.flops for s in t.segments if s.unit and s.moment == moment) for t in (whole, parts))
+        assert other == pytest.approx(one, rel=0.02)
+    one, other = (sum(s.recomputed for s in t.segments) for t in (whole, parts))
+    assert other == pytest.approx(one, rel=0.02)
+
+
+def test_layers_that_keep_everything_are_not_sliced() -> None:
+    whole, parts = (trace_step(sliced("full", "meta", n), BATCH, Level.KEEP_ALL) for n in (1, COUNT))
+    assert whole == parts
+
+
+def test_evaluations_are_sliced() -> None:
+    wide, long = {"intermediate_size": 1024}, BatchShape(1, 2048)
+    whole, parts = (trace_evaluation(sliced("full", "meta", n, **wide), long) for n in (1, 16))
+    peaks = [max(s.peak for s in t.segments if s.unit) for t in (whole, parts)]
+    assert peaks[1] < peaks[0] / 3
