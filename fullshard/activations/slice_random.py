@@ -55,7 +55,8 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.host, self.own = torch.get_rng_state(), accelerator.rng_state(device)
+        self.host = torch.get_rng_state()
+        self.own = None if device.type == "meta" else accelerator.rng_state(device)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -75,14 +75,16 @@ def in_slices(module: Any, *args: Any, **kwargs: Any) -> Any:
     size = module.__dict__[COUNT].size(lead.numel(), states.numel())
     if size >= lead.numel():
         return forward(module, *args, **kwargs)
-    call = _SlicedCall(module, forward, args, kwargs, lead, size)
-    if any(t.requires_grad for t in call.constants):
+    every = {id(t): t for t in tensors_in((args, kwargs), objects=False)}.values()
+    inputs = [t for t in every if t.shape[: len(lead)] == lead]
+    if any(t.requires_grad for t in every if t.shape[: len(lead)] != lead):
         return forward(module, *args, **kwargs)
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*call.inputs, *call.parameters)):
-        return call.result(call.forward(call.inputs))
+    call = _SlicedCall(module, forward, args, kwargs, inputs, lead, size)
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*inputs, *call.parameters)):
+        return call.result(call.forward(inputs))
     leaf = torch.empty(0, device=states.device, requires_grad=True)
-    kept = _Keep.apply(leaf, *[t.detach() for t in call.inputs])
-    return call.result(_Run.apply(call, kept, *call.inputs, *call.parameters))
+    kept = _Keep.apply(leaf, *[t.detach() for t in inputs])
+    return call.result(_Run.apply(call, kept, *inputs, *call.parameters))
 
 
 class _Keep(torch.autograd.Function):
@@ -106,7 +108,7 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, call: _SlicedCall, kept: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.call, ctx.kept = call, kept.grad_fn
         ctx.set_materialize_grads(False)
-        return call.forward(tensors[: len(call.inputs)])
+        return call.forward(tensors[: len(tensors) - len(call.parameters)])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -116,28 +118,23 @@ class _Run(torch.autograd.Function):
 
 
 class _SlicedCall:
-    """One call of a module: its inputs by token, and how it runs on some of them."""
+    """One call of a module, which computes each token alone. It does not hold the inputs: `_Keep` does."""
 
     def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, lead: torch.Size, size: int
-    ) -> None:
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[torch.Tensor],
+        lead: torch.Size, size: int,
+    ) -> None:  # fmt: skip
         self.module, self._forward, self.lead, self.tokens, self.size = module, forward, lead, lead.numel(), size
-        every = tensors_in((args, kwargs), objects=False)
-        self.inputs = list({id(t): t for t in every if self._is_by_token(t)}.values())
-        self.constants = [t for t in every if not self._is_by_token(t)]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        order = {id(t): _Place(i) for i, t in enumerate(self.inputs)}
-        self._arguments: Any = map_tensors(lambda t: order.get(id(t), t), (args, kwargs))
+        places = {id(t): _Place(i) for i, t in enumerate(inputs)}
+        self._arguments: Any = map_tensors(lambda t: places.get(id(t), t), (args, kwargs))
         """The arguments, with the places of inputs in place of these."""
         self._structure: Any = None
         """What the module returns, with the places of tensors in place of these."""
         self._rows_first: list[bool] = []
         """For each of them, whether its first dim is that of tokens; otherwise it has those of the inputs."""
-        device = self.inputs[0].device
+        device = inputs[0].device
         self._random, self._autocast = RandomState(device), _autocast(device)
-
-    def _is_by_token(self, t: torch.Tensor) -> bool:
-        return t.shape[: len(self.lead)] == self.lead
 
     def _in_rows(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor [lead…, …] as [tokens, …]."""

@@ -18,6 +18,7 @@ from torch import nn
 from fullshard.activations.levels import run_in_slices
 from fullshard.activations.slices import SliceCount, run_whole, slice_module
 from fullshard.config.errors import first_line
+from fullshard.fsdp.compile import norms_between
 from fullshard.models.attention import without_flex
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.tiny_model import (
@@ -39,6 +40,8 @@ class SliceVerdict:
 
     parts: frozenset[tuple[str, str]] = frozenset()
     """The parts that can run in slices: the class of the layer, and the name in it."""
+    norms: bool = False
+    """Whether the norms around the layers can."""
     reason: str = ""
     """Why there are none."""
 
@@ -62,11 +65,12 @@ def _try(inner: Any) -> SliceVerdict:
         try:
             for small in small_models(bare_model(inner), device):
                 try:
-                    parts = frozenset(_Trial(small).parts())
+                    trial = _Trial(small)
+                    parts, norms = frozenset(trial.parts()), trial.norms()
                 except Exception as error:
                     failure = failure or first_line(error)
                     continue
-                return SliceVerdict(parts, "" if parts else "no part of its layers computes each token alone")
+                return SliceVerdict(parts, norms, "" if parts else "no part of its layers computes each token alone")
         except Exception as error:
             failure = failure or first_line(error)
     return SliceVerdict(reason=failure or "there is no smaller model of its class")
@@ -90,6 +94,10 @@ class _Trial:
                 key = type(layer).__name__, path
                 verdicts[key] = verdicts.get(key, True) and fits
         return {key for key, fits in verdicts.items() if fits}
+
+    def norms(self) -> bool:
+        """Whether all norms around the layers can run in slices."""
+        return all(map(self._fits, norms_between(self.small, layers_of(self.small))))
 
     def _inside(self, parent: nn.Module, prefix: str) -> Iterator[tuple[str, bool]]:
         for name, child in parent.named_children():
@@ -147,8 +155,9 @@ def layers_of(model: nn.Module) -> Iterator[nn.Module]:
 def apply_slices(
     model: nn.Module, verdict: SliceVerdict, count: SliceCount, units: Collection[nn.Module] = ()
 ) -> list[str]:
-    """Let the parts of all layers run in slices that have something to gain; returns their names in a layer. A part
-    with one of the `units` in it runs whole: its parameters would be gathered for each slice."""
+    """Let the parts of all layers run in slices that have something to gain, and the norms around the layers; returns
+    the parts' names in a layer. A part with one of the `units` in it runs whole: its parameters would be gathered for
+    each slice."""
     chosen: dict[str, None] = {}
     for layer in layers_of(model):
         paths = [path for kind, path in sorted(verdict.parts) if kind == type(layer).__name__]
@@ -158,6 +167,9 @@ def apply_slices(
         if parts:
             run_in_slices(layer, list(parts.values()), count)
             chosen |= dict.fromkeys(parts)
+    if chosen and verdict.norms:
+        for norm in norms_between(model, layers_of(model)):
+            slice_module(norm, count)
     return list(chosen)
 
 
