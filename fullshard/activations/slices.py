@@ -31,6 +31,13 @@ FEWEST = 2
 COUNT = "_fullshard_slices"
 """The attribute of a module that runs in slices: its `SliceCount`."""
 
+_repeats = 1
+
+
+def repeats() -> int:
+    """How many slices the one that runs stands for: on the meta device, few run of many that are alike."""
+    return _repeats
+
 
 @dataclass(frozen=True)
 class SliceCount:
@@ -140,9 +147,17 @@ class _SlicedCall:
         """A tensor [lead…, …] as [tokens, …]."""
         return t.reshape(self.tokens, *t.shape[len(self.lead) :])
 
-    def _slices(self) -> Iterator[slice]:
-        for first in range(0, self.tokens, self.size):
-            yield slice(first, min(first + self.size, self.tokens))
+    def _slices(self, is_meta: bool) -> Iterator[slice]:
+        """The slices in order. Without values, the second one stands for all up to the last: see `repeats`."""
+        global _repeats
+        count = -(-self.tokens // self.size)
+        indices = [0, 1, count - 1] if is_meta and count > 3 else range(count)
+        for index in indices:
+            before, _repeats = _repeats, count - 2 if len(indices) < count and index == 1 else _repeats
+            try:
+                yield slice(index * self.size, min((index + 1) * self.size, self.tokens))
+            finally:
+                _repeats = before
 
     def _run(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that the module returns for some tokens, [tokens, …] each."""
@@ -168,7 +183,7 @@ class _SlicedCall:
         """What the module returns for all tokens, [tokens, …] each."""
         rows, seeds = [self._in_rows(t) for t in inputs], SliceSeeds()
         results: list[torch.Tensor] = []
-        for part in self._slices():
+        for part in self._slices(rows[0].is_meta):
             with self._autocast(), seeds.rows_from(part.start):
                 values = self._run([t[part] for t in rows])
             if not results:
@@ -189,30 +204,37 @@ class _SlicedCall:
         self, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """The gradients of the inputs and of the parameters."""
-        rows, seeds, count = [self._in_rows(t) for t in inputs], SliceSeeds(), len(inputs)
+        rows, seeds = [self._in_rows(t) for t in inputs], SliceSeeds()
         of_inputs = [torch.empty_like(t) if want else None for t, want in zip(rows, wanted, strict=False)]
-        sums = [GradientSum() for _ in self.parameters]
-        trained = [i for i, want in enumerate(wanted[count:]) if want]
+        trained = [p for p, want in zip(self.parameters, wanted[len(inputs) :], strict=True) if want]
+        sums = {id(p): GradientSum() for p in self.parameters}
         with self._random.again(), self._autocast():
-            for part in self._slices():
-                parts = [t[part].detach().requires_grad_(g is not None) for t, g in zip(rows, of_inputs, strict=True)]
-                with torch.enable_grad(), _as_recomputed(), seeds.rows_from(part.start):
-                    values = self._run(parts)
-                outputs = [
-                    (v, g[part]) for v, g in zip(values, grads, strict=True) if g is not None and v.requires_grad
-                ]
-                asked = [i for i, g in enumerate(of_inputs) if g is not None]
-                leaves = [*(parts[i] for i in asked), *(self.parameters[i] for i in trained)]
-                ones = [v for v, _ in outputs], leaves, [g for _, g in outputs]
-                del values, outputs
-                found = torch.autograd.grad(*ones, allow_unused=True) if ones[0] else [None] * len(leaves)
-                del ones, leaves, parts
-                for i, grad in zip(asked, found, strict=False):
-                    _write(of_inputs[i], part, grad)
-                for i, grad in zip(trained, found[len(asked) :], strict=True):
-                    sums[i].add(grad)
+            for part in self._slices(rows[0].is_meta):
+                with seeds.rows_from(part.start):
+                    found = self._slice_backward(part, rows, grads, [g is not None for g in of_inputs], trained)
+                for out in of_inputs:
+                    if out is not None:
+                        out[part] = 0 if (grad := found.pop(0)) is None else grad
+                for p in trained:
+                    sums[id(p)].add(found.pop(0))
+                grad = None  # the next slice needs its memory
         shaped = [g if g is None else g.view(t.shape) for g, t in zip(of_inputs, inputs, strict=True)]
-        return [*shaped, *(one.value(p.dtype) for one, p in zip(sums, self.parameters, strict=True))]
+        return [*shaped, *(sums[id(p)].value(p.dtype) for p in self.parameters)]
+
+    def _slice_backward(
+        self, part: slice, rows: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], wanted: Sequence[bool],
+        trained: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """The gradients of a slice of the inputs that want one, and of parameters."""
+        parts = [t[part].detach().requires_grad_(want) for t, want in zip(rows, wanted, strict=True)]
+        with torch.enable_grad(), _as_recomputed():
+            values = self._run(parts)
+        outputs = [(v, g[part]) for v, g in zip(values, grads, strict=True) if g is not None and v.requires_grad]
+        leaves = [*(t for t, want in zip(parts, wanted, strict=True) if want), *trained]
+        if not outputs:
+            return [None] * len(leaves)
+        roots, of_roots = zip(*outputs, strict=True)
+        return list(torch.autograd.grad(roots, leaves, of_roots, allow_unused=True))
 
 
 class GradientSum:
@@ -249,14 +271,6 @@ class _Place:
 
 def _filled(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return tree_map(lambda leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf, structure)
-
-
-def _write(out: torch.Tensor | None, part: slice, grad: torch.Tensor | None) -> None:
-    assert out is not None
-    if grad is None:
-        out[part] = 0
-    else:
-        out[part] = grad
 
 
 def _as_recomputed() -> contextlib.AbstractContextManager[Any]:

@@ -20,7 +20,8 @@ from tests.planner.test_activations import bytes_and_operations
 
 HALF: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}
 BATCH = BatchShape(1, 61)
-COUNT = 4
+COUNT = 5
+"""More than three: without values, one of those between the first and the last stands for all of them."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("llama", {}),
     "fused lora": ("qwen3", {**HALF, "lora": {}, "fused": True}),
@@ -60,16 +61,22 @@ def test_the_inside_of_a_layer_is_small(case: str) -> None:
     wide, long = {"intermediate_size": 1024}, BatchShape(1, 2048)  # 16 times the hidden size
     whole, parts = (trace_step(sliced(case, "meta", n, **wide), long, Level.RECOMPUTE) for n in (1, 16))
     states = 2048 * 64 * (4 if case == "full" else 2)
-    assert backward_peak(whole) > 50 * states > 16 * states > backward_peak(parts)
-    for moment in ("forward", "backward"):  # a part is computed in forward and once more in backward, as without slices
-        one, other = (sum(s.flops for s in t.segments if s.unit and s.moment == moment) for t in (whole, parts))
-        assert other == pytest.approx(one, rel=0.02)
-    one, other = (sum(s.recomputed for s in t.segments) for t in (whole, parts))
-    assert other == pytest.approx(one, rel=0.02)
+    assert backward_peak(whole) > 40 * states > 24 * states > backward_peak(parts)
+    # A part is computed in forward and once more in backward, as without slices, which do not compute the output of a
+    # last product of torch's again.
+    last = 2 * 2 * 2048 * 1024 * 64 if case == "full" else 0
+    for value, more in (
+        (lambda s: s.flops, last),
+        (lambda s: s.recomputed, last),
+        (lambda s: s.flops - s.recomputed, 0),
+    ):
+        one, other = (sum(value(s) for s in t.segments) for t in (whole, parts))
+        assert other == pytest.approx(one + more, rel=0.005)
 
 
 def test_layers_that_keep_everything_are_not_sliced() -> None:
-    whole, parts = (trace_step(sliced("full", "meta", n), BATCH, Level.KEEP_ALL) for n in (1, COUNT))
+    traces = (trace_step(sliced("full", "meta", n), BATCH, Level.KEEP_ALL) for n in (1, COUNT))
+    whole, parts = ([s for s in trace.segments if s.unit] for trace in traces)
     assert whole == parts
 
 
