@@ -94,6 +94,14 @@ def full_checkpointing(layers: int, offload: bool) -> list[Level]:
     return [Level.OFFLOAD if offload else Level.RECOMPUTE] * (layers - 1) + [Level.RECOMPUTE] * min(1, layers)
 
 
+def limit_offload(levels: Sequence[Level], most: int | None) -> list[Level]:
+    """The levels with at most so many inputs on the host: those of the first layers, which wait the longest."""
+    if most is None:
+        return list(levels)
+    moved = [i for i, level in enumerate(levels) if level is Level.OFFLOAD][:most]
+    return [Level.RECOMPUTE if level is Level.OFFLOAD and i not in moved else level for i, level in enumerate(levels)]
+
+
 def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
     """The kind of each layer: layers of one class with parameters of the same shapes keep the same."""
     known: dict[Any, int] = {}
@@ -165,6 +173,8 @@ class LevelChoice(Generic[Kind]):
     """In use between steps."""
     floor: float = 0.0
     """What the update of the weights needs, whatever layers keep."""
+    on_host: int | None = None
+    """The most layers whose inputs the host has memory for; None: all of them."""
 
     def levels(self, error: float = 0.0) -> list[Level]:
         """The levels with the least recomputation whose peak is within the limit; `base` if there are none. `error` is
@@ -180,7 +190,7 @@ class LevelChoice(Generic[Kind]):
         if (most := fitting(math.inf)) is not None:
             return most
         if (best := fitting(0.0)) is None:
-            return list(self.base)
+            return limit_offload(self.base, self.on_host)
         below, above = 0.0, sum(max(self.sizes[kind].values()) for kind in self.kinds)
         for _ in range(HALVINGS):
             middle = (below + above) / 2
@@ -188,7 +198,7 @@ class LevelChoice(Generic[Kind]):
                 best, below = levels, middle
             else:
                 above = middle
-        return best
+        return self._raised(best, lambda levels: self.peak(levels) + error <= self.limit)
 
     def predicted(self, levels: Sequence[Level], error: float = 0.0) -> float:
         """The peak of a run with these levels."""
@@ -198,7 +208,36 @@ class LevelChoice(Generic[Kind]):
         """The levels of layers that may keep `room` bytes together. The input of the last layer is needed again at once
         and stays."""
         levels = choose_levels(*self._merged, room)
-        return [*levels[:-1], min(levels[-1], Level.RECOMPUTE)]
+        return limit_offload([*levels[:-1], min(levels[-1], Level.RECOMPUTE)], self.on_host)
+
+    def _raised(self, levels: list[Level], fits: Callable[[list[Level]], bool]) -> list[Level]:
+        """The levels with as many layers of a kind raised as still fit, what saves the most recomputation per byte
+        first. Room is not used up before: what one more byte lets a layer keep may be more than fits."""
+        sizes, costs, kinds = self._merged
+        raises = [
+            ((costs[kind][before] - costs[kind][after]) / max(each[after] - each[before], 1.0), kind, before, after)
+            for kind, each in sizes.items()
+            for before in each
+            for after in each
+            if costs[kind][before] > costs[kind][after] and kind in kinds
+        ]
+        for _, kind, before, after in sorted(raises, key=lambda one: -one[0]):
+            places = [i for i, one in enumerate(kinds) if one == kind]
+            most = sum(levels[i] is before for i in places)
+
+            def raised(count: int) -> list[Level]:
+                chosen = [levels[i] for i in places]  # noqa: B023 - called before the next turn
+                for _ in range(count):
+                    chosen[chosen.index(before)] = after  # noqa: B023
+                by_place = dict(zip(places, sorted(chosen, reverse=True), strict=True))  # noqa: B023
+                return [by_place.get(i, level) for i, level in enumerate(levels)]  # noqa: B023
+
+            below, above = 0, most + 1
+            while above - below > 1:
+                middle = (below + above) // 2
+                below, above = (middle, above) if fits(raised(middle)) else (below, middle)
+            levels = raised(below) if below else levels
+        return levels
 
     @cached_property
     def _merged(self) -> tuple[Any, Any, list[Kind]]:

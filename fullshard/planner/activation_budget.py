@@ -99,6 +99,8 @@ class Decision:
     """What all ranks do by a `LevelChoice`."""
 
     levels: list[Level]
+    base: list[Level]
+    """The levels that need the least memory."""
     predicted: float
     """The peak of a step."""
     spare: float
@@ -255,11 +257,11 @@ class ActivationBudget:
         assert self.choice is not None
         levels = self.choice.levels(self._error)
         predicted = self.choice.predicted(levels, self._error)
-        return Decision(levels, predicted, self.choice.limit - predicted, checks)
+        return Decision(levels, list(self.choice.base), predicted, self.choice.limit - predicted, checks)
 
     def _apply(self, decision: Decision) -> None:
         is_new = decision.levels != self.levels or not self.predicted
-        self.predicted, self._checks = decision.predicted, decision.checks
+        self.base, self.predicted, self._checks = decision.base, decision.predicted, decision.checks
         if is_new:
             self.levels, self._age = self._set(decision.levels), 0
             if Level.OFFLOAD not in self.levels:

@@ -206,6 +206,7 @@ class Estimator:
             options = memory_options(
                 config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory, usable
             )
+            options = dataclasses.replace(options, host_memory=machine.host_memory)
             if not own_optimizer:
                 options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, name=None))
                 lines.append("the optimizer is the script's: its state is not counted")

@@ -94,11 +94,19 @@ def find_longest(request: PlanRequest, price: Price, say: Callable[[str], None] 
     return LongestRows(request, tuple(stages))
 
 
+def _as_much_as_fits(request: PlanRequest) -> Iterator[Variant]:
+    """Inputs of layers on the host and on the device, as many as each has memory for."""
+    if request.config.gradient_checkpointing is True and request.config.activation_offloading:
+        config = dataclasses.replace(request.config, gradient_checkpointing="auto")
+        settings = {"gradient_checkpointing": "auto"}
+        yield Variant(dataclasses.replace(request, config=config), "gradient_checkpointing auto", settings)
+
+
 def _stages(request: PlanRequest) -> Iterator[Variant]:
     """The run as it is, then with the changes that train the same: each as far as it goes, on top of those before."""
     at = Variant(request)
     yield at
-    for lever in (*FREE, *SLOWER):
+    for lever in (*FREE, _as_much_as_fits, *SLOWER):
         variants = list(lever(at.request))
         if variants:
             last = variants[-1]
