@@ -2,8 +2,9 @@
 
 A run begins with the choice that was planned (`plan_first.py`), from its first step on. Where there is no plan, the
 first steps are measured. The first one recomputes every layer. In the next one the last layer keeps everything, which
-takes no more memory: a recomputed layer has all of its activations too when its backward begins. Then it is known what
-a layer keeps, and if not all layers can, one step measures a layer that recomputes its feed-forward part alone.
+takes no more memory: a recomputed layer has all of its activations too when its backward begins. (One that runs in
+slices of the sequence has not: without a plan, all of them are recomputed.) Then it is known what a layer keeps, and if
+not all layers can, one step measures a layer that recomputes its feed-forward part alone.
 
 Both are one `LevelChoice`, which rank 0 decides by. The peak that it leads to is measured on accelerators, and the
 choice corrected by the difference: steps in which something is compiled or tuned take more memory than others. All
@@ -170,6 +171,9 @@ class ActivationBudget:
         if decision is not None:
             self.chosen = True
             self._apply(decision)
+        elif any(map(sliced_parts, self.layers)):  # to measure a layer that keeps everything may take too much
+            self.chosen = True
+            self.say("activations: there is no plan, so all layers are recomputed, in slices.")
 
     # --- one step ---------------------------------------------------------------------------------------------------
 

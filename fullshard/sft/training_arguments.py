@@ -109,6 +109,12 @@ class ActivationOptions:
         unknown = [name for name, value in options.items() if name != "selective" or value]
         if unknown:
             raise ConfigError(f"gradient_checkpointing_kwargs has {', '.join(unknown)}; expected use_reentrant alone.")
+        try:
+            self.sequence_slices = number_of_slices(self.sequence_slices)
+        except ValueError:
+            raise ConfigError(
+                f"sequence_slices: expected auto, or a number of slices; 1 for none, got {self.sequence_slices!r}"
+            ) from None
         if self.activation_offloading and not self.gradient_checkpointing:
             raise ConfigError(
                 "activation_offloading keeps the inputs of recomputed layers on the host; it needs "

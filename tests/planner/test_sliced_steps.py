@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from fullshard.planner.step_trace import StepTrace
 from fullshard.planner.tracer import trace_evaluation, trace_step
 from fullshard.quant.config import Quantization
 from fullshard.quant.sharded_groups import Scheme
+from tests.planner.measured_run import Setting, plan
 from tests.planner.small_models import planned
 from tests.planner.test_activations import bytes_and_operations
+from tests.planner.test_memory import check
+from tests.pool import ranks
 
 HALF: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}
 BATCH = BatchShape(1, 61)
@@ -78,6 +82,20 @@ def test_layers_that_keep_everything_are_not_sliced() -> None:
     traces = (trace_step(sliced("full", "meta", n), BATCH, Level.KEEP_ALL) for n in (1, COUNT))
     whole, parts = ([s for s in trace.segments if s.unit] for trace in traces)
     assert whole == parts
+
+
+@ranks(1)
+def test_planned_memory_is_that_of_a_run(world_size: int, tmp_path: Path) -> None:
+    """Every byte of a run with slices against its plan, and against the same run without them."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 768}
+    peaks = []
+    for slices in ("8", "1"):
+        train = {"gradient_checkpointing": True, "sequence_slices": slices}
+        setting = Setting("slices", sizes=sizes, train=train, rows=1, length=1024)
+        check(setting, tmp_path / slices, world_size, 0.03)
+        _, estimate = plan(setting, tmp_path / slices / "model", tmp_path)
+        peaks.append(estimate.moments["backward"]["activations"])
+    assert peaks[0] < peaks[1] / 2
 
 
 def test_evaluations_are_sliced() -> None:
