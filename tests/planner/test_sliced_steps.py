@@ -87,7 +87,7 @@ def test_layers_that_keep_everything_are_not_sliced() -> None:
 @ranks(1)
 def test_planned_memory_is_that_of_a_run(world_size: int, tmp_path: Path) -> None:
     """Every byte of a run with slices against its plan, and against the same run without them."""
-    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 768}
+    sizes = {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 1024}
     peaks = []
     for slices in ("8", "1"):
         train = {"gradient_checkpointing": True, "sequence_slices": slices}

@@ -62,7 +62,7 @@ def test_auto_slices_long_rows_of_layers_that_are_recomputed() -> None:
 
 
 SHORT = {"max_steps": 4, "max_length": 32}
-LORA = {"use_peft_lora": True, "lora_target_modules": "all-linear", "lora_dropout": 0.2}
+LORA = {"use_peft_lora": True, "lora_target_modules": "all-linear", "lora_dropout": 0.2, "fused_lora": True}
 RUNS: dict[str, dict[str, Any]] = {
     "full": {"gradient_checkpointing": False},
     "lora, recomputed": {**LORA, "gradient_checkpointing": True, "neftune_noise_alpha": 5.0},
@@ -70,7 +70,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "offload": {"gradient_checkpointing": True, "activation_offloading": True},
     "reentrant": {"gradient_checkpointing": True, "use_reentrant": True},
     "budget": {"gradient_checkpointing": "auto", "skip_plan": False},
-    "4 bits": {**LORA, **FOUR_BITS, "torch_dtype": "float32"},
+    "4 bits": {**LORA, **FOUR_BITS},
     "peft's own layers": {**LORA, "lora_dropout": 0.0, "fused_lora": False},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "val_size": 0.2, "gradient_checkpointing": True},
 }
