@@ -291,6 +291,12 @@ def export_result(
         bool,
         typer.Option("--dequantized", help="With --merge: merge into the dequantized 4-bit base (QLoRA)."),
     ] = False,
+    requantize: Annotated[
+        bool,
+        typer.Option(
+            "--requantize", help="With --merge: quantize the result into the base's format (MXFP4, fp8, …) again."
+        ),
+    ] = False,
     base: Annotated[str | None, typer.Option(help="The folder of the adapter's base model, if it has moved.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Use a checkpoint of the run: a step, or latest.")] = None,
     max_shard_size: Annotated[
@@ -303,7 +309,7 @@ def export_result(
     from fullshard.launch import result_commands as command
 
     command.export(run, out, command.ExportOptions(
-        merge, dtype, dequantized, base, checkpoint, max_shard_size, verify, as_json
+        merge, dtype, dequantized, requantize, base, checkpoint, max_shard_size, verify, as_json
     ))  # fmt: skip
 
 

@@ -129,8 +129,10 @@ def _reset() -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     import fullshard.runtime as xr
+    from fullshard.distributed import data_ranks
     from fullshard.distributed.watchdog import rank_state
 
+    data_ranks.share_rows(1)
     xr.forget_warnings()
     # torch runs an operator on layouts that it has seen without asking anyone, also where we refuse it with others.
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

@@ -44,6 +44,7 @@ PASSED_ON = {
     "distributed/rank_logging.py": "what `warn_once` is given",
     "data/row_formats.py": "what was wrong with a row, once more with the row",
     "sft/cli_args.py": "what SFTConfig says of its own fields",
+    "weights/unpacked.py": "what quant/stored_files.py says of a part that does not fit",
     "weights/fill.py": "what weights/match.py says of files that do not fit",
     "checkpoint/manager.py": "what failed in the background",
     "ranks.py": "what another rank raised",

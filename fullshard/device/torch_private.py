@@ -574,6 +574,11 @@ def sign_objects(pickler: Any) -> None:
     dist.distributed_c10d._pickler = dist.distributed_c10d._unpickler = pickler
 
 
+def group_named(name: str) -> Any:
+    """The group with this name. 2.11, 2.13. Operators that take names, as the compiler needs, cannot send."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
 def all_groups() -> list[Any]:
     """All groups of this process. 2.11, 2.13. Waits in them are not ended when a rank is lost."""
     return list(dist.distributed_c10d._world.pg_map)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +31,14 @@ from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
-from fullshard.fsdp.plan_model import AlreadySharded, plan_model, tensor_parallel_layout, with_children
+from fullshard.fsdp.plan_model import (
+    AlreadySharded,
+    axes_of,
+    own_meshes,
+    plan_model,
+    tensor_parallel_layout,
+    with_children,
+)
 from fullshard.fsdp.point_to_point import PointToPoint
 from fullshard.fsdp.prefetch import PrefetchSettings
 from fullshard.fsdp.strategy import MixedPrecision
@@ -114,8 +122,9 @@ def assemble(root: nn.Module, options: Options, wrapped_class: type[WrappedModul
     sync = _materialize(root, options, ignored)
     plan = _make_plan(root, chosen, inner_units, options, ignored)
     _require_equal_plans(plan, options)
-    context = _context(options)
-    units = _make_units(root, plan, inner_units, options, context, sync, ignored)
+    contexts = _Contexts(root, options, plan, inner_units)
+    context = contexts.of(root)
+    units = _make_units(root, plan, inner_units, options, contexts, sync, ignored)
     shard.place_buffers(root, options.mesh, ignored, options.precision.buffer_dtype, sync)
     settings = PrefetchSettings(options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight)
     engine = Engine(units, context, settings, before_pass=checks.BeforePass(root, units, ignored))
@@ -150,18 +159,50 @@ def _attach(unit: Unit, engine: Engine, options: Options, shard_output: Any) -> 
     module._fullshard_output = OutputRule(shard_output, options.mesh, (*options.replica_axes, "fsdp"))
 
 
-def _context(options: Options) -> EngineContext:
-    meter, device = Meter(), runtime.device()
-    reduce_stream = SideStream(device)
-    return EngineContext(
-        gather_link=make_link(options.mesh, ("fsdp",), "gather", options.timeout, meter),
-        reduce_link=make_link(options.mesh, ("fsdp",), "reduce", options.timeout, meter),
-        replica_link=make_link(options.mesh, options.replica_axes, "replica", options.timeout, meter),
-        meter=meter,
-        gather_stream=SideStream(device),
-        reduce_stream=reduce_stream,
-        host=HostTraffic(reduce_stream),
-    )
+class _Contexts:
+    """What the units of a model share, by the mesh that their parameters are on."""
+
+    def __init__(self, root: nn.Module, options: Options, plan: ShardingPlan, inner_units: list[Unit]) -> None:
+        self._options, device = options, runtime.device()
+        self._meter, self._gather_stream, self._reduce_stream = Meter(), SideStream(device), SideStream(device)
+        self._host = HostTraffic(self._reduce_stream)
+        self._summed = sorted({p.summed_axes for unit in plan.units for p in unit.parameters if p.summed_axes})
+        self._meshes = own_meshes(root, options.mesh)
+        self._meshes |= {unit.module: unit.parameters[0].layout.mesh for unit in inner_units if unit.parameters}
+        self._known: dict[Mesh, EngineContext] = {}
+
+    def mesh_of(self, module: nn.Module) -> Mesh:
+        """The mesh of the parameters of a unit."""
+        return self._meshes.get(module, self._options.mesh)
+
+    def of(self, module: nn.Module) -> EngineContext:
+        """The context of a unit. Collective, as `make_link` is."""
+        mesh = self.mesh_of(module)
+        if mesh not in self._known:
+            self._known[mesh] = self._make(mesh)
+        return self._known[mesh]
+
+    def _make(self, mesh: Mesh) -> EngineContext:
+        options, meter = self._options, self._meter
+        own = mesh == options.mesh
+        replicas = tuple(axis for axis in options.replica_axes if own or axis in mesh.shape())
+        sizes, all_sizes = mesh.shape(), options.mesh.shape()
+        rows = math.prod(all_sizes[axis] for axis in ("fsdp", *options.replica_axes))
+        return EngineContext(
+            gather_link=make_link(mesh, ("fsdp",), "gather", options.timeout, meter),
+            reduce_link=make_link(mesh, ("fsdp",), "reduce", options.timeout, meter),
+            replica_link=make_link(mesh, replicas, "replica", options.timeout, meter),
+            grad_factor=1.0 if own else math.prod(sizes[axis] for axis in ("fsdp", *replicas)) / rows,
+            term_links={
+                axes: make_link(mesh, axes, "terms", options.timeout, meter)
+                for axes in self._summed
+                if set(axes) <= set(sizes)
+            },
+            meter=meter,
+            gather_stream=self._gather_stream,
+            reduce_stream=self._reduce_stream,
+            host=self._host,
+        )
 
 
 def _inner_engines(root: nn.Module, options: Options) -> list[Engine]:
@@ -184,7 +225,7 @@ def _earlier(root: nn.Module, inner_units: list[Unit]) -> dict[int, ShardedParam
 def _make_plan(
     root: nn.Module, chosen: list[nn.Module], inner_units: list[Unit], options: Options, ignored: set[nn.Module]
 ) -> ShardingPlan:
-    homes = {id(p): AlreadySharded(p.plan, unit.module) for unit in inner_units for p in unit.parameters}
+    homes = {id(p): AlreadySharded(p.plan, unit.module, p.layout.mesh) for unit in inner_units for p in unit.parameters}
     earlier = {key: homes[id(p)] for key, p in _earlier(root, inner_units).items()}
     inputs = options.inputs(point_to_point=uses_point_to_point(dist.group.WORLD))
     return plan_model(root, chosen, inputs, ignored, earlier, {unit.module for unit in inner_units})
@@ -214,7 +255,7 @@ def _make_units(
     plan: ShardingPlan,
     inner_units: list[Unit],
     options: Options,
-    context: EngineContext,
+    contexts: _Contexts,
     sync: bool,
     ignored: set[nn.Module],
 ) -> list[Unit]:
@@ -228,15 +269,19 @@ def _make_units(
     units = []
     for index, unit_plan in enumerate(plan.units):
         module = modules[unit_plan.name]
-        parameters = [_sharded(p, modules, earlier, options, sync, meets_plain) for p in unit_plan.parameters]
+        mesh, context = contexts.mesh_of(module), contexts.of(module)
+        # Lists of optimizers have tensors of all meshes, and only our own class can combine those.
+        plain = meets_plain or mesh != options.mesh
+        parameters = [_sharded(p, modules, earlier, options, mesh, sync, plain) for p in unit_plan.parameters]
         holds_units = any(below in members for below in module.modules() if below is not module)
         unit = existing.get(module)
         if unit is None:
             output_dtype = options.precision.output_dtype if module is root else None
             keeps = options.strategy.keeps_after_forward
-            unit = Unit(
-                unit_plan, index, context, holds_units, module, parameters, options.precision, keeps, output_dtype
-            )
+            precision = options.precision
+            if unit_plan.axes:  # a part of a layer, which has cast its inputs
+                precision = replace(precision, cast_forward_inputs=False)
+            unit = Unit(unit_plan, index, context, holds_units, module, parameters, precision, keeps, output_dtype)
         else:
             unit.parameters = parameters
             unit.join(unit_plan, index, context, holds_units)
@@ -251,10 +296,12 @@ def _sharded(
     modules: dict[str, nn.Module],
     earlier: dict[int, ShardedParameter],
     options: Options,
+    mesh: Mesh,
     sync: bool,
     meets_plain: bool,
 ) -> ShardedParameter:
-    """A parameter of the plan, sharded. The whole value is not kept, so that its memory is free afterwards."""
+    """A parameter of the plan, sharded on its unit's mesh. The whole value is not kept, so that its memory is free
+    afterwards."""
     sites = [(modules[path], name) for path, _, name in (full.rpartition(".") for full in plan.names)]
     parameters = [parameters_of(module)[name] for module, name in sites]
     known = next((earlier[id(p)] for p in parameters if id(p) in earlier), None)
@@ -265,12 +312,12 @@ def _sharded(
         return known
     parameter: Any = parameters[0]
     if (tied := shard.replaced.get(parameter)) is not None:  # to one of another module, which was wrapped alone
-        tensor = tied.shard_for(plan, options.mesh)
+        tensor = tied.shard_for(plan, mesh)
     else:
-        tensor = shard.make_shard(parameter, plan, options.mesh, sync=sync, meets_plain=meets_plain)
-    parallel = tensor_parallel_layout(parameter, options.mesh, options.replica_axes) is not None
+        tensor = shard.make_shard(parameter, plan, mesh, sync=sync, meets_plain=meets_plain)
+    parallel = tensor_parallel_layout(parameter, mesh, options.replica_axes) is not None
     sharded = ShardedParameter(
-        plan, tensor, sites, options.mesh, ("fsdp", *options.replica_axes),
+        plan, tensor, sites, mesh, ("fsdp", *options.replica_axes),
         module_spec=spec_of(parameter) if parallel else None,
     )  # fmt: skip
     shard.install(parameter, sharded)
@@ -282,5 +329,4 @@ def plan_of(module: nn.Module) -> ShardingPlan:
     engine: Engine = module._fullshard_engine
     root: Any = engine.units[0].module
     mesh, strategy, replica_axes = root._fullshard_outline
-    axes = tuple((str(name), size) for name, size in mesh.shape().items())
-    return ShardingPlan(axes, strategy.name, replica_axes, tuple(unit.plan for unit in engine.units))
+    return ShardingPlan(axes_of(mesh), strategy.name, replica_axes, tuple(unit.plan for unit in engine.units))

@@ -116,7 +116,7 @@ class BeforePass:
             changed = [p for p in unit.parameters if p.adopt()]
             if changed:
                 plans = [replan(p.plan, p.shard.dtype, p.shard.requires_grad, unit.precision) for p in unit.parameters]
-                unit.follow(plan_unit(unit.plan.name, unit.plan.module, plans))
+                unit.follow(plan_unit(unit.plan.name, unit.plan.module, plans, unit.plan.axes))
 
 
 def refuse_new_parameters(root: nn.Module, ignored: set[nn.Module], sharded: Iterable[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""Communication between ranks along a mesh axis: all-gather, reduce-scatter, all-reduce.
+"""Communication between ranks along a mesh axis: all-gather, reduce-scatter, all-reduce, all-to-all.
 
 A `Link` is this rank's connection to the others along one axis, for one purpose. `build.py` makes links;
 `unit.py` and `reduction.py` decide which tensors are sent. The links here use collectives (NCCL, and every backend but
@@ -85,6 +85,13 @@ class Link(ABC):
     def sum(self, values: Sequence[torch.Tensor], average: bool, unit: int) -> Pending:
         """All-reduce each contiguous value; the results are whole."""
 
+    @abstractmethod
+    def exchange(
+        self, tensors: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], unit: int
+    ) -> Pending:
+        """All-to-all: of each contiguous tensor send the next `sent[r]` rows to rank r; of each result `received[r]`
+        rows came from rank r, in rank order."""
+
 
 class Collectives(Link):
     """Every backend but Gloo: the collectives of a unit in one launch if the backend can, on the communicator's own
@@ -125,27 +132,51 @@ class Collectives(Link):
             works += issued
         return Pending(works, self, lambda: list(values), keep=values)
 
+    def exchange(
+        self, tensors: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], unit: int
+    ) -> Pending:
+        """All-to-all, a collective per tensor."""
+        results = [t.new_empty(sum(received), *t.shape[1:]) for t in tensors]
+        works: list[Any] = []
+        with self._errors_named():
+            for result, t in zip(results, tensors, strict=True):
+                options = {"group": self.group, "async_op": True}
+                works.append(dist.all_to_all_single(result, t, list(received), list(sent), **options))
+                self.meter.bytes_sent += bytes_to_others(t, sent, self.index)
+        return Pending(works, self, lambda: results, keep=tensors)
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Issue collectives inside. A communicator that lost a rank may refuse them."""
+        with watching.issuing():
+            try:
+                yield
+                return
+            except dist.DistError as error:
+                broken = error
+        raise watching.failed(watching.position(), self.watch.ranks, broken) from broken
+
     @contextlib.contextmanager
     def _coalesced(self) -> Iterator[list[Any]]:
         """Issue the collectives inside, as one launch if the backend can. At the end the list, to which each is added,
-        holds the works to wait for. A communicator that lost a rank may refuse them.
+        holds the works to wait for.
 
         torch's manager gets no device: with one, it issues two works and returns the second. Nobody waits for the
         first, so it holds its tensors until a thread of torch finds it done and the next collective is issued.
         """
         issued: list[Any] = []
-        with watching.issuing():
-            try:
-                if not groups.coalesces(self.group, self.device):
-                    yield issued
-                    return
-                with coalescing_manager(group=self.group, async_ops=True) as launch:
-                    yield issued
-                issued[:] = launch.works
+        with self._errors_named():
+            if not groups.coalesces(self.group, self.device):
+                yield issued
                 return
-            except dist.DistError as error:
-                broken = error
-        raise watching.failed(watching.position(), self.watch.ranks, broken) from broken
+            with coalescing_manager(group=self.group, async_ops=True) as launch:
+                yield issued
+            issued[:] = launch.works
+
+
+def bytes_to_others(t: torch.Tensor, sent: Sequence[int], index: int) -> int:
+    """The bytes of an exchange that leave this rank, the one at `index`."""
+    return (sum(sent) - sent[index]) * t[:1].numel() * t.element_size()
 
 
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])

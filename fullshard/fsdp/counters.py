@@ -30,6 +30,8 @@ class Meter:
     """Of `bytes_sent`, those of gathers, by unit."""
     reduce_sent: Counter[str] = field(default_factory=Counter)
     """Of `bytes_sent`, those of reductions, by unit."""
+    tokens_sent: Counter[str] = field(default_factory=Counter)
+    """Of `bytes_sent`, those of tokens to their experts and back, by layer of experts."""
     live: int = 0
     """Bytes of gathered values allocated now."""
     peak: int = 0
@@ -39,7 +41,9 @@ class Meter:
 
     def reset(self) -> None:
         """Set all counts to zero."""
-        for counter in (self.gathers, self.reduces, self.reduced_parameters, self.gather_sent, self.reduce_sent):
+        for counter in (
+            self.gathers, self.reduces, self.reduced_parameters, self.gather_sent, self.reduce_sent, self.tokens_sent,
+        ):  # fmt: skip
             counter.clear()
         self.bytes_gathered = self.bytes_reduced = self.bytes_sent = 0
         self.peak = self.live

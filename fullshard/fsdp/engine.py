@@ -68,13 +68,14 @@ class Engine:
         self.compiler = Compiler()
         self._before_pass = before_pass
         parameters = [p for unit in units for p in unit.parameters]
-        self._tensor_parallel = any(p.module_spec is not None for p in parameters)
-        """Whether torch's own means have split parameters along other axes; inputs are then those of each rank."""
-        self._has_global_parameters = any(any(p.gathered_layout.dims) and p.module_spec is None for p in parameters)
-        if self._tensor_parallel and self._has_global_parameters:
+        self._has_own_rows = any(p.splits_module for p in parameters)
+        """Whether modules compute with slices along other axes than those of the data; inputs are then each rank's."""
+        self._has_global_parameters = any(any(p.gathered_layout.dims) and not p.splits_module for p in parameters)
+        if self._has_own_rows and self._has_global_parameters:
             raise FSDPError(
-                "some parameters are annotated with mark_sharding, for a global program, and others are DTensors of "
-                "parallelize_module, where each rank has its own rows; use one of the two for all"
+                "some parameters are annotated with mark_sharding, for a global program, and others are split for "
+                "their modules (a tensor-parallel plan, or parallelize_module), where each rank has its own rows; use "
+                "one of the two for all"
             )
         self._reads_host = any(p.plan.on_host for unit in units for p in unit.parameters)
         """Whether compute reads values in host memory, so that the host must wait for it before it writes them."""
@@ -156,7 +157,7 @@ class Engine:
             unit.show_shards()
         self._before_pass()
         self._as_global = self._has_global_parameters or (
-            not self._tensor_parallel and any(is_sharded(t) for t in tensors_in((args, kwargs)))
+            not self._has_own_rows and any(is_sharded(t) for t in tensors_in((args, kwargs)))
         )
         self._grad_pass = torch.is_grad_enabled()
         self._prefetcher.begin_pass()

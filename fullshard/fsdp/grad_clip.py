@@ -19,6 +19,8 @@ from fullshard.distributed.watchdog import collectives, watch
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.tensor import is_sharded
 
+Split = tuple[Mesh, tuple[int, ...]]
+"""A mesh, and the axes of it that split a gradient."""
 PLAIN = (-1,)
 """Stands for the axes of a gradient that is not sharded."""
 
@@ -35,19 +37,19 @@ def clip_grad_norm_(
     watch.raise_failure()
     p = check_norm_type(norm_type)
     # The axes that split a gradient decide over which ranks its terms are summed. The order is the same on every rank.
-    by_axes: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    by_axes: dict[Split, list[torch.Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
         assert grad is not None
         if is_sharded(grad):
             by_axes.setdefault(_split_by(grad.device_mesh, grad.placements), []).append(local_of(grad))
         else:
-            by_axes.setdefault(PLAIN, []).append(grad)
+            by_axes.setdefault((mesh, PLAIN), []).append(grad)
     device = runtime.device()
     terms = [torch.zeros((), dtype=torch.float64, device=device)]
-    for axes in sorted(by_axes):
-        power = _power(by_axes[axes], p, device)
-        terms.append(_mean(power, mesh, p) if axes == PLAIN else _sum_along(power, axes, mesh, p))
+    for split in sorted(by_axes, key=str):
+        power, (on, axes) = _power(by_axes[split], p, device), split
+        terms.append(_mean(power, mesh, p) if axes == PLAIN else _sum_along(power, axes, on, p))
     stacked = torch.stack(terms)
     norm = stacked.max() if math.isinf(p) else stacked.sum() ** (1.0 / p)
     if error_if_nonfinite:
@@ -72,11 +74,11 @@ def refuse_nonfinite(norm: torch.Tensor) -> None:
         raise FSDPError(f"clip_grad_norm_: the norm of the gradients is {value}, which is not finite")
 
 
-def _split_by(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+def _split_by(device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Split:
     """The axes that split a tensor."""
-    groups = origin(mesh)[1]
+    mesh, groups = origin(device_mesh)
     axes = [axis for group, at in zip(groups, placements, strict=True) if isinstance(at, Shard) for axis in group]
-    return tuple(sorted(axes))
+    return mesh, tuple(sorted(axes))
 
 
 def _power(locals_: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

@@ -45,7 +45,7 @@ class FSDPv2(TorchMethods):
 
     def _fullshard_run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         engine, unit = self._fullshard_engine, self._fullshard_unit
-        if not unit.holds_units:
+        if not unit.holds_units and not unit.plan.axes:  # experts wait for tokens of other ranks
             forward = engine.compiler.resumed(forward)
         return engine.run(unit, forward, args, kwargs, self._fullshard_output)
 

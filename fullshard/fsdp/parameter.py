@@ -102,6 +102,11 @@ class ShardedParameter:
         self._refuse_plain_tensors()
         self.follow(plan)
 
+    @property
+    def splits_module(self) -> bool:
+        """Whether its module computes with a part of it on each rank, split along other axes than those of the data."""
+        return self.module_spec is not None or bool(self.plan.local_axes)
+
     # --- the shard ----------------------------------------------------------------------------------------------------
 
     def shard_for(self, plan: ParameterPlan, mesh: Mesh) -> nn.Parameter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -52,6 +53,14 @@ class ParameterPlan:
     """Whether every rank holds it whole in host memory, and reads it there (`host_embedding.py`)."""
     offloaded: bool = False
     """Whether its shards are in host memory, from which they are copied when it is gathered."""
+    form: str = ""
+    """The format of the released model's weight that it is a part of; empty for other parameters."""
+    weights: int = 0
+    """How many weights its bytes are the codes of, in such a format."""
+    local_axes: tuple[str, ...] = ()
+    """The axes of `spec` along which its module computes with this rank's slice (`local_axes.py`)."""
+    summed_axes: tuple[str, ...] = ()
+    """The axes along which each rank has a term of its gradient."""
 
     @property
     def name(self) -> str:
@@ -122,6 +131,8 @@ class UnitPlan:
     """Their gradients, per dtype: reduce-scattered."""
     copy_buckets: tuple[Bucket, ...]
     """Gradients of small parameters that every rank holds whole, per dtype: all-reduced."""
+    axes: tuple[tuple[str, int], ...] = ()
+    """The mesh of its parameters, if it is another one of the same ranks than the model's (experts)."""
 
     @property
     def gathered_bytes(self) -> int:
@@ -172,6 +183,17 @@ class ShardingPlan:
     def parameters(self) -> dict[str, ParameterPlan]:
         """Every parameter by every name it has."""
         return {name: p for unit in self.units for p in unit.parameters for name in p.names}
+
+    @property
+    def expert_axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh of experts, if they have one of their own."""
+        return next((unit.axes for unit in self.units if unit.axes), ())
+
+    @property
+    def data_size(self) -> int:
+        """The number of ranks with rows of their own."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in {"fsdp", *self.replica_axes})
 
     @property
     def shard_bytes(self) -> int:
@@ -227,6 +249,7 @@ class ShardingPlan:
                 _bucket(unit["gather_bucket"]) if unit["gather_bucket"] else None,
                 tuple(_bucket(b) for b in unit["scatter_buckets"]),
                 tuple(_bucket(b) for b in unit["copy_buckets"]),
+                tuple((name, size) for name, size in unit.get("axes", ())),
             )
             for unit in data["units"]
         ]
@@ -234,7 +257,7 @@ class ShardingPlan:
         return cls(axes, data["strategy"], tuple(data["replica_axes"]), tuple(units))
 
     def __str__(self) -> str:
-        axes = ", ".join(f"{name}={size}" for name, size in self.axes)
+        axes = mesh_text(self.axes)
         total = sum(len(unit.parameters) for unit in self.units)
         lines = [
             f"{self.strategy} on Mesh({axes}): {len(self.units)} unit(s), {total} parameters, "
@@ -244,9 +267,15 @@ class ShardingPlan:
             lines.append(
                 f"{unit.name or '(root)'} [{unit.module}]  {memory_size(unit.shard_bytes)} per rank, "
                 f"{memory_size(unit.gathered_bytes)} gathered"
+                + (f", on Mesh({mesh_text(unit.axes)})" if unit.axes else "")
             )
             lines += [f"  {_line(p)}" for p in unit.parameters]
         return "\n".join(lines)
+
+
+def mesh_text(axes: Iterable[tuple[str, int]]) -> str:
+    """Axes and their sizes as text."""
+    return ", ".join(f"{name}={size}" for name, size in axes)
 
 
 def _line(p: ParameterPlan) -> str:
@@ -256,6 +285,8 @@ def _line(p: ParameterPlan) -> str:
         notes.append("on the host")
     if not p.on_host and not p.direct:
         notes.append("bucket")
+    if p.summed_axes:
+        notes.append(f"gradient summed over {', '.join(p.summed_axes)}")
     if p.padding:
         notes.append(f"padded by {p.padding}")
     if len(p.names) > 1:

@@ -107,7 +107,7 @@ def shard_layout(
     local = [-(-size // cut) for size, cut in zip(shape, cuts, strict=True)]
     chosen = choose_dim(local, dtype.itemsize, mesh.mesh_shape[axis], candidates)
     if not dtype.is_floating_point:
-        chosen = candidates[0] if candidates else None
+        chosen = 0 if 0 in candidates else None
     if chosen is not None:
         dims[chosen] = (*dims[chosen], axis)
     return Layout(mesh, tuple(dims)), chosen
@@ -163,8 +163,10 @@ def replan(plan: ParameterPlan, dtype: torch.dtype, trainable: bool, precision: 
     )
 
 
-def plan_unit(name: str, module: str, parameters: Sequence[ParameterPlan]) -> UnitPlan:
-    """Plan a unit: lay out the buckets of its parameters."""
+def plan_unit(
+    name: str, module: str, parameters: Sequence[ParameterPlan], axes: tuple[tuple[str, int], ...] = ()
+) -> UnitPlan:
+    """Plan a unit: lay out the buckets of its parameters. `axes` are those of its own mesh, if it has one."""
     gathered: list[Slot] = []
     end = 0
     for p in parameters:
@@ -181,6 +183,7 @@ def plan_unit(name: str, module: str, parameters: Sequence[ParameterPlan]) -> Un
         Bucket("uint8", tuple(gathered), _round_up(end, ALIGNMENT)) if gathered else None,
         _reduce_buckets([p for p in reduced if p.gathers]),
         _reduce_buckets([p for p in reduced if not p.gathers]),
+        axes,
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from fullshard.config.errors import FSDPError
 from fullshard.device.torch_private import parameters_of
 from fullshard.fsdp.host_embedding import stays_on_host
+from fullshard.fsdp.local_axes import local_axes_of
 from fullshard.fsdp.offload import is_offloaded
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.plan_layout import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, PlanInputs, plan_parameter, plan_unit
@@ -36,6 +37,8 @@ class AlreadySharded(NamedTuple):
 
     plan: ParameterPlan
     unit: nn.Module
+    mesh: Mesh | None = None
+    """Of its unit, if it may be another one than the model's."""
 
 
 class Sites(NamedTuple):
@@ -102,18 +105,24 @@ def plan_model(
     """
     earlier = earlier or {}
     units = {root, *chosen}
+    meshes = own_meshes(root, inputs.mesh)
     inside = {unit: set(unit.modules()) for unit in root.modules() if unit in units}
     around: dict[nn.Module, list[nn.Module]] = {}
     for unit, below in inside.items():
         for module in below:
             around.setdefault(module, []).append(unit)
-    owned: dict[nn.Module, list[ParameterPlan]] = {module: [] for module in inside}
+    owned: dict[nn.Module, list[ParameterPlan]] = {module: [] for module in (*inside, *meshes)}
     owned |= {module: [] for module in wrapped}
     for entry in find_sites(root, ignored, earlier):
         known = earlier.get(id(entry.parameter))
         if known is None:
-            plan, owner = plan_for(entry.names, entry.parameter, inputs), _owner(entry.sites, around, inside)
+            plan = plan_for(entry.names, entry.parameter, inputs)
+            form, weights = stored_form(*entry.sites[0])
+            plan = dataclasses.replace(plan, form=form, weights=weights)
+            apart = mesh_of(entry.parameter, inputs.mesh) != inputs.mesh
+            owner = entry.sites[0][0] if apart else _owner(entry.sites, around, inside)
         else:
+            meshes |= {known.unit: known.mesh} if known.mesh not in (None, inputs.mesh) else {}
             plan = dataclasses.replace(known.plan, names=tuple(entry.names))
             below = set(known.unit.modules())
             # Tied to a parameter outside the module that was wrapped: the unit around both owns it.
@@ -121,12 +130,32 @@ def plan_model(
             owner = known.unit if within else _owner(entry.sites, around, inside)
         owned[owner].append(plan)
     unit_plans = [
-        plan_unit(name, type(module).__name__, owned[module])
+        plan_unit(name, type(module).__name__, owned[module], axes_of(meshes[module]) if module in meshes else ())
         for name, module in root.named_modules()
         if module is root or module in wrapped or owned.get(module)
     ]
-    axes = tuple((str(name), size) for name, size in inputs.mesh.shape().items())
-    return ShardingPlan(axes, inputs.strategy.name, inputs.replica_axes, tuple(unit_plans))
+    return ShardingPlan(axes_of(inputs.mesh), inputs.strategy.name, inputs.replica_axes, tuple(unit_plans))
+
+
+def axes_of(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    """The axes of a mesh and their sizes, as a plan has them."""
+    return tuple((str(name), size) for name, size in mesh.shape().items())
+
+
+def own_meshes(root: nn.Module, mesh: Mesh) -> dict[nn.Module, Mesh]:
+    """The modules with parameters on another mesh of the same ranks, with that mesh: such a module is a unit."""
+    meshes = {}
+    for module in root.modules():
+        for parameter in parameters_of(module).values():
+            if parameter is not None and (own := mesh_of(parameter, mesh)) != mesh:
+                meshes[module] = own
+    return meshes
+
+
+def mesh_of(parameter: nn.Parameter, mesh: Mesh) -> Mesh:
+    """The mesh of a parameter in a model on `mesh`: its own, if its module computes with slices along axes of that."""
+    layout = sharding_of(parameter) if local_axes_of(parameter).split and not is_sharded(parameter) else None
+    return mesh if layout is None else layout.mesh
 
 
 def find_sites(
@@ -154,6 +183,14 @@ def _owner(
     return min(containing, key=lambda unit: len(inside[unit]))
 
 
+def stored_form(module: nn.Module, name: str) -> tuple[str, int]:
+    """The format of a parameter that is a part of a weight as a released model stores it, and the number of weights
+    that it has the codes of; empty and 0 for others. Such a module has a method `stored_form`."""
+    own = getattr(module, "stored_form", None)
+    form, weights = own(name) if own is not None else ("", 0)
+    return form, weights
+
+
 def tensor_parallel_layout(parameter: nn.Parameter, mesh: Mesh, replica_axes: Sequence[str]) -> Layout | None:
     """The layout of a parameter that is torch's `DTensor` on other axes of the mesh than those of the data: its module
     computes with it as one, and each rank has rows of its own. None for any other."""
@@ -164,6 +201,7 @@ def tensor_parallel_layout(parameter: nn.Parameter, mesh: Mesh, replica_axes: Se
 
 def plan_for(names: list[str], parameter: nn.Parameter, inputs: PlanInputs) -> ParameterPlan:
     """The plan of a parameter that is not sharded yet."""
+    inputs = dataclasses.replace(inputs, mesh=mesh_of(parameter, inputs.mesh))
     annotation = tensor_parallel_layout(parameter, inputs.mesh, inputs.replica_axes) or sharding_of(parameter)
     if annotation is not None and annotation.mesh != inputs.mesh:
         raise FSDPError(
@@ -175,4 +213,7 @@ def plan_for(names: list[str], parameter: nn.Parameter, inputs: PlanInputs) -> P
         inputs = dataclasses.replace(inputs, strategy=ShardingStrategy.NO_SHARD)
     plan = plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, inputs)
     offloaded = not on_host and (inputs.offload or is_offloaded(parameter))
-    return dataclasses.replace(plan, on_host=on_host, offloaded=offloaded)
+    local = local_axes_of(parameter)
+    return dataclasses.replace(
+        plan, on_host=on_host, offloaded=offloaded, local_axes=local.split, summed_axes=local.summed
+    )

@@ -30,6 +30,7 @@ class Exchange(enum.IntEnum):
     SUM = 2
     SUMMED_SLICES = 3
     """The second half of a large sum."""
+    ROWS = 4
 
 
 def message_tag(model: int, unit: int, kind: Exchange, call: int) -> int:
@@ -38,7 +39,7 @@ def message_tag(model: int, unit: int, kind: Exchange, call: int) -> int:
     Ranks that run different operations (units, models) never accept each other's messages. Operations that share a tag
     because a number wrapped around are matched in the order in which they were issued.
     """
-    return (model % 2**6) << 25 | (unit % 2**11) << 14 | kind << 12 | call % 2**12
+    return (model % 2**6) << 25 | (unit % 2**11) << 14 | kind << 11 | call % 2**11
 
 
 class PointToPoint(Link):
@@ -112,6 +113,21 @@ class PointToPoint(Link):
         exchange = self._exchange(rows, average, first, to_device=False)
         pending = Pending([], self, lambda: self._complete(exchange, hosted, rows, whole, pending, second))
         return pending
+
+    def exchange(
+        self, tensors: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], unit: int
+    ) -> Pending:
+        """All-to-all: a message for each rank that gets rows."""
+        tag = message_tag(self.model, unit, Exchange.ROWS, next(self._calls))
+        hosted = [self._host(t) for t in tensors]
+        results = [t.new_empty(sum(received), *t.shape[1:]) for t in hosted]
+        incoming = [result.split(list(received)) for result in results]
+        outgoing = [t.split(list(sent)) for t in hosted]
+        works = [self._receive(p[o], o, tag) for p in incoming for o in reversed(self._others()) if p[o].numel()]
+        works += [self._send(p[o], o, tag) for p in outgoing for o in self._others() if p[o].numel()]
+        for own, mine in zip(incoming, outgoing, strict=True):
+            own[self.index].copy_(mine[self.index])
+        return Pending(works, self, lambda: [self._back(r) for r in results], keep=hosted)
 
     def _complete(
         self,

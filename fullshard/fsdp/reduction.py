@@ -86,7 +86,8 @@ class Reduction:
     def finish(self) -> None:
         """Wait for the sums and add them to the shards' gradients."""
         if self._alone:
-            self._accumulate([(p, gradients.trim(p, grad)) for p, grad in self._own if grad is not None])
+            own = [(p, gradients.trim(p, grad)) for p, grad in self._own if grad is not None]
+            self._accumulate(self._summed_locally(own))
             self._own = []
             return
         sums = self.wait()
@@ -96,8 +97,9 @@ class Reduction:
             self._absent = {name: i for name, i in self._absent.items() if not present[i]}
         plan = self.unit.plan
         count = len(self._scattered) + len(plan.scatter_buckets)
-        self._accumulate(self._split(self._scattered, plan.scatter_buckets, sums[:count]))
-        self._accumulate(self._split(self._copied, plan.copy_buckets, sums[count:]))
+        pieces = self._split(self._scattered, plan.scatter_buckets, sums[:count])
+        pieces += self._split(self._copied, plan.copy_buckets, sums[count:])
+        self._accumulate(self._summed_locally(pieces))
 
     def wait(self) -> list[torch.Tensor]:
         """The sums: this rank's pieces, then the values summed whole; the flags are at index `_flags`."""
@@ -130,9 +132,30 @@ class Reduction:
                 if p.plan.name not in self._absent
             ]
 
+    def _summed_locally(
+        self, pieces: list[tuple[ShardedParameter, torch.Tensor]]
+    ) -> list[tuple[ShardedParameter, torch.Tensor]]:
+        """The pieces, after those of which each rank along a local axis has a term were summed there."""
+        context = self.unit.context
+        terms: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = {}
+        for index, (p, piece) in enumerate(pieces):
+            if p.plan.summed_axes and context.term_links[p.plan.summed_axes].size > 1:
+                terms.setdefault((p.plan.summed_axes, piece.dtype), []).append(index)
+        for (axes, _), indices in terms.items():
+            flat = torch.cat([pieces[index][1].reshape(-1) for index in indices])
+            with context.meter.sending(context.meter.reduce_sent, self.unit.name):
+                (total,) = context.term_links[axes].sum([flat], False, self.unit.index).wait()
+            sizes = [pieces[index][1].numel() for index in indices]
+            for index, part in zip(indices, total.split(sizes), strict=True):
+                p, piece = pieces[index]
+                pieces[index] = p, part.view(piece.shape)
+        return pieces
+
     def _accumulate(self, pieces: list[tuple[ShardedParameter, torch.Tensor]]) -> None:
         """Add pieces to the gradients of the shards, on the device or in host memory."""
-        host = self.unit.context.host
+        host, factor = self.unit.context.host, self.unit.context.grad_factor
+        if factor != 1.0 and self.average and pieces:
+            torch._foreach_mul_([piece for _, piece in pieces], factor)
         for p, piece in pieces:
             if not p.plan.offloaded:
                 gradients.accumulate(p, piece, host)

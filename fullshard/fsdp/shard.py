@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.device.torch_private import DTensorSpec, buffers_of, local_of, parameters_of, share_hooks
 from fullshard.distributed import runtime
+from fullshard.fsdp.local_axes import copy_local_axes
 from fullshard.fsdp.offload import host_copy
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ParameterPlan
@@ -118,6 +119,7 @@ def materialize(
                     new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
                     if (layout := sharding_of(old)) is not None:
                         new._fullshard_layout = layout
+                    copy_local_axes(old, new)
                     materialized[id(old)] = new
                 parameters_of(module)[name] = materialized[id(old)]
         for name, buffer in buffers_of(module).items():

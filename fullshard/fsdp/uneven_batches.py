@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fullshard.config.errors import FSDPError
-from fullshard.distributed import runtime
-from fullshard.distributed.watchdog import collectives
+from fullshard.distributed import data_ranks, runtime
 from fullshard.spmd.tensor_tree import map_tensors, tensors_in
 
 
@@ -75,12 +73,10 @@ def weighted(count: float) -> Iterator[float]:
     """
     if not count >= 0:
         raise FSDPError(f"weighted({count}): expected the number of items this rank's loss is a mean over, 0 or more")
-    total = own = 0.0 if current_rows().rows == 0 else float(count)
-    if runtime.world_size() > 1:
-        summed = torch.tensor(own, dtype=torch.float64, device=runtime.device())
-        collectives.finish("sum of the weights", lambda: dist.all_reduce(summed, async_op=True))
-        total = summed.item()
-    with activate(Share(own / total * runtime.world_size() if total else 0.0)):
+    own = 0.0 if current_rows().rows == 0 else float(count)
+    summed = torch.tensor(own, dtype=torch.float64, device=runtime.device())
+    total = data_ranks.sum_over_rows("sum of the weights", summed).item()
+    with activate(Share(own / total * data_ranks.data_size() if total else 0.0)):
         yield total
 
 

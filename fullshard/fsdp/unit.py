@@ -6,7 +6,7 @@ A unit executes its part of the plan; `engine.py` decides when. `reduction.py` r
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,10 @@ class EngineContext:
     reduce_link: Link
     replica_link: Link
     meter: Meter
+    grad_factor: float
+    """What reduced gradients are multiplied by, where a rank's parameters meet the rows of other ranks (experts)."""
+    term_links: Mapping[tuple[str, ...], Link]
+    """By local axes along which ranks have terms of gradients."""
     gather_stream: SideStream
     reduce_stream: SideStream
     host: HostTraffic

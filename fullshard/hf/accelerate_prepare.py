@@ -16,7 +16,7 @@ from fullshard.device.torch_private import parameters_of
 from fullshard.distributed import runtime
 from fullshard.distributed.ranks import require_equal
 from fullshard.fsdp import FSDPv2, grad_clip, wrap
-from fullshard.parallel.model import shard_model, wrap_policy
+from fullshard.parallel.model import join_ranks, shard_model, wrap_policy
 from fullshard.parallel.prepare import rebind, step_facts
 from fullshard.parallel.settings import EngineSettings
 
@@ -91,6 +91,7 @@ def shard(accelerator: Any, model: nn.Module) -> Any:
     """The model, sharded in place as the plugin of this accelerator says."""
     plugin = accelerator.state.fsdp_plugin
     settings = _settings(accelerator, plugin.fullshard.settings)
+    join_ranks(settings)
     options = {
         "auto_wrap_policy": wrap_policy(model, settings),
         **plugin.fullshard.options,

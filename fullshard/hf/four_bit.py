@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.config.errors import QuantizationError
+from fullshard.config.errors import ConfigError, QuantizationError
 from fullshard.distributed import runtime
 from fullshard.hf import sync_values
 from fullshard.hf.lazy_parameters import LazyTensor, Mapped
@@ -37,6 +37,7 @@ def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def load(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         chosen = None
+        _leave_tensor_parallelism(kwargs)
         if _asks_for_4_bits(kwargs.get("quantization_config")):
             chosen = Quantization.of(kwargs.pop("quantization_config"))
             kwargs["device_map"] = None
@@ -48,6 +49,24 @@ def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         return (model, info) if output_loading_info else model
 
     return load
+
+
+def _leave_tensor_parallelism(options: dict[str, Any]) -> None:
+    """Leave out what would split the model as it is loaded: fullshard splits it when it is prepared."""
+    plan = options.pop("tp_plan", None)
+    if plan is None:
+        return
+    if plan != "auto":
+        raise ConfigError(
+            f"from_pretrained(tp_plan={plan!r}): expected 'auto'; give a plan of your own with tp_plan in the file of "
+            f"fullshard launch"
+        )
+    for name in ("tp_size", "device_mesh"):
+        options.pop(name, None)
+    runtime.warn_once(
+        "tp_plan", "from_pretrained(tp_plan='auto'): the model is split when it is prepared, over the tp_size ranks of "
+        "fullshard launch or of ParallelismConfig"
+    )  # fmt: skip
 
 
 def load_on_host(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -101,6 +101,17 @@ PATCHES = (
         "the norm is exact on every mesh",
     ),
     Patch(
+        "accelerate.accelerator", "Accelerator.gather_for_metrics", f"{_HOME}accelerate_mesh:gather_rows",
+        "self input_data use_gather_object",
+        "ranks that share rows (`tp_size`) count once",
+    ),
+    Patch(
+        "accelerate.parallelism_config", "ParallelismConfig._validate_accelerator",
+        f"{_HOME}accelerate_mesh:validate_mesh",
+        "self accelerator",
+        "a mesh of tensor parallelism alone is served too",
+    ),
+    Patch(
         "accelerate.accelerator", "Accelerator.get_state_dict", f"{_HOME}accelerate_prepare:get_state_dict",
         "self model unwrap",
         "tied weights stay one tensor, which `save_pretrained` writes once",

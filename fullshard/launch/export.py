@@ -32,6 +32,7 @@ from fullshard.launch.chat import trained_quantization
 from fullshard.launch.find_result import TOKENIZER, Result
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS
 from fullshard.quant import bnb_format
+from fullshard.quant.shipped import METHODS, quant_method
 from fullshard.report.run_summary import model_class
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
 from fullshard.weights.dtypes import choose_dtype, dtypes_kept
@@ -39,6 +40,7 @@ from fullshard.weights.load import class_of, on_meta, read_config
 from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.merge_adapter import merge_adapter
 from fullshard.weights.model_dir_writer import ModelDirWriter, copy_files
+from fullshard.weights.requantize import RoundingError
 from fullshard.weights.safetensors_files import total_bytes
 from fullshard.weights.slice_reader import Stored
 
@@ -50,6 +52,7 @@ class Choices:
     merge: bool = False
     dtype: str | None = None
     dequantized: bool = False
+    requantize: bool = False
     max_shard_size: str = "10GB"
     verify: bool = True
     progress: bool = True
@@ -65,7 +68,10 @@ def export(result: Result, out: str | Path, choices: Choices) -> dict[str, Any]:
             if result.checkpoint:
                 write_adapter(folder, temporary, verify=choices.verify)
                 folder = temporary
-            (_merge if choices.merge else _copy_adapter)(result, folder, target, choices)
+            if choices.merge:
+                errors = _merge(result, folder, target, choices)
+                return describe(target) | ({"rounding": errors} if choices.requantize else {})
+            _copy_adapter(result, folder, target, choices)
     elif result.checkpoint:
         merge_weights(
             result.folder, target, dtype=choices.dtype, max_shard_size=choices.max_shard_size, verify=choices.verify,
@@ -96,8 +102,10 @@ def describe(target: Path) -> dict[str, Any]:
 # --- an adapter -----------------------------------------------------------------------------------------------------
 
 
-def _merge(result: Result, folder: Path, target: Path, choices: Choices) -> None:
+def _merge(result: Result, folder: Path, target: Path, choices: Choices) -> list[dict[str, Any]]:
+    """Merge an adapter into its base. Returns the errors of quantizing the weights again, if they are."""
     quantization: Any = None
+    errors: list[RoundingError] = []
     dtype: torch.dtype | None = None
     if choices.dequantized:
         quantization, dtype = (True, None) if result.stored_in_4_bits else trained_quantization(result.settings)
@@ -108,9 +116,10 @@ def _merge(result: Result, folder: Path, target: Path, choices: Choices) -> None
             )
     merge_adapter(
         _with_tokenizer(result, folder), target, base=resolve(str(result.base)), dtype=choices.dtype,
-        dequantized=quantization, stored_as=dtype, max_shard_size=choices.max_shard_size, verify=choices.verify,
-        progress=choices.progress,
+        dequantized=quantization, requantize=errors.extend if choices.requantize else None, stored_as=dtype,
+        max_shard_size=choices.max_shard_size, verify=choices.verify, progress=choices.progress,
     )  # fmt: skip
+    return [error._asdict() for error in errors]
 
 
 def _with_tokenizer(result: Result, folder: Path) -> Path:
@@ -156,9 +165,10 @@ def _convert(result: Result, target: Path, choices: Choices) -> None:
     """Copy the model's files tensor by tensor, in another dtype or with other file sizes."""
     where = resolve(result.folder)
     config = read_config(where, None, False)
-    if choices.dtype is not None and getattr(config, "quantization_config", None) is not None:
+    if choices.dtype is not None and (packed := getattr(config, "quantization_config", None)) is not None:
+        kind = quant_method(packed) if quant_method(packed) in METHODS else "4-bit"
         raise ConfigError(
-            f"--dtype: {result.folder} contains 4-bit weights, which cannot be converted; remove the option."
+            f"--dtype: {result.folder} contains {kind} weights, which cannot be converted; remove the option."
         )
     with contextlib.closing(open_source(where)) as source, contextlib.ExitStack() as stack:
         dtype = dtype_of(choices.dtype)
@@ -189,7 +199,12 @@ def _convert(result: Result, target: Path, choices: Choices) -> None:
 def summary(facts: dict[str, Any]) -> list[str]:
     """What was written, as lines of text."""
     width = max(map(len, facts["files"]))
-    lines = [f"{name:<{width}}  {file_size(size)}" for name, size in facts["files"].items()]
+    lines = []
+    if rounding := facts.get("rounding"):
+        longest = max(len(error["name"]) for error in rounding)
+        lines = ["Quantized again; what that changes in each weight:"]
+        lines += [f"{e['name']:<{longest}}  largest {e['largest']:.3g}, mean {e['mean']:.3g}" for e in rounding] + [""]
+    lines += [f"{name:<{width}}  {file_size(size)}" for name, size in facts["files"].items()]
     lines += ["", f"{facts['folder']}: {'an' if facts['kind'] == 'adapter' else 'a'} {facts['kind']}, "
               f"{file_size(facts['bytes'])}, {', '.join(facts['dtypes'])}"]  # fmt: skip
     return [*lines, f"load it with  {facts['load']}", f"chat with it  {facts['chat']}"]

@@ -193,3 +193,5 @@ def _ask_engine(ask: Asker, values: dict[str, Any]) -> None:
     if not first and ask.yes("Replicate the model across groups of ranks (HYBRID_SHARD)?", False):
         values["dp_replicate_size"] = ask.ask("How many replicas", _positive("dp_replicate_size"), "2")
         values["dp_shard_size"] = ask.ask("How many ranks per replica", _positive("dp_shard_size"), "1")
+    if not first and ask.yes("Split each layer over neighboring ranks (tensor parallelism)?", False):
+        values["tp_size"] = ask.ask("Over how many ranks", _positive("tp_size"), "2")

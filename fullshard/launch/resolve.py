@@ -135,12 +135,19 @@ class LaunchSettings:
         """The environment of every process: `outer`, with the engine's variables replaced."""
         ours = {one.env for one in options_of(EngineSettings)} | {
             "ACCELERATE_USE_FSDP",
+            "ACCELERATE_USE_PARALLELISM_CONFIG",
             RESOLVED_VARIABLE,
             COMMAND_VARIABLE,
         }
         ours |= {f"FSDP_{one.name.upper()}" for one in options_of(EngineSettings) if one.prefix == "fsdp_"}
         variables = {name: value for name, value in outer.items() if name not in ours}
         variables |= self.engine.to_environment()
+        if self.engine.ranks_per_row > 1:  # Accelerate divides batches by these sizes
+            shape = self.engine.mesh_shape(self.world_size, self.processes.num_machines)
+            variables |= {
+                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+                "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(shape["fsdp"]),
+            }
         variables[RESOLVED_VARIABLE] = self.to_json()
         variables |= self.variables
         if self.shown_command != self.command:

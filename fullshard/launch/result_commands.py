@@ -58,6 +58,7 @@ class ExportOptions:
     merge: bool = False
     dtype: str | None = None
     dequantized: bool = False
+    requantize: bool = False
     base: str | None = None
     checkpoint: str | None = None
     max_shard_size: str = "10GB"
@@ -72,6 +73,12 @@ class ExportOptions:
         if self.dequantized and not self.merge:
             raise ConfigError(
                 "--dequantized needs --merge: it selects the base weights that the adapter is merged into."
+            )
+        if self.requantize and not self.merge:
+            raise ConfigError("--requantize quantizes merged weights again; set --merge too.")
+        if self.requantize and self.dtype is not None:
+            raise ConfigError(
+                f"--requantize keeps the format of the base's files, and --dtype is {self.dtype}; use one."
             )
 
 
@@ -106,6 +113,8 @@ def export(name: str, out: str, options: ExportOptions) -> None:
     check_new_folder(out)
     if result.kind == "model" and options.dequantized:
         raise ConfigError(f"--dequantized: {name} contains a full model; there is no adapter to merge.")
+    if result.kind == "model" and options.requantize:
+        raise ConfigError(f"--requantize: {name} contains a full model; there is no adapter to merge.")
     _only_warnings()
     from fullshard.launch.export import Choices, summary
     from fullshard.launch.export import export as write
@@ -113,8 +122,9 @@ def export(name: str, out: str, options: ExportOptions) -> None:
     if result.kind == "model" and options.merge:
         print_text(f"{name} contains a full model; there is no adapter to merge.", sys.stderr)
     choices = Choices(
-        options.merge, options.dtype, options.dequantized, options.max_shard_size, options.verify, sys.stderr.isatty()
-    )
+        options.merge, options.dtype, options.dequantized, options.requantize, options.max_shard_size, options.verify,
+        sys.stderr.isatty(),
+    )  # fmt: skip
     written = write(fetched(result, options.base), Path(out).expanduser(), choices)
     print_text(json.dumps(written) if options.as_json else "\n".join(summary(written)))
 

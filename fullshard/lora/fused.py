@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fullshard.device.torch_private import has_hooks, submodules_of
-from fullshard.lora.fused_dropout import draw_seed
+from fullshard.lora.fused_dropout import draw_seed, seed_of_slice
 from fullshard.lora.fused_math import Layer
 from fullshard.lora.fused_ops import lora_group
 from fullshard.quant.base_product import base_form
@@ -80,7 +80,7 @@ class LoraGroup:
             every = range(len(self.layers))
             now = {i: own if i == index else self.part(i, dtype, casts) for i in every if self.rate(i) == rate}
             parts = {i: part for i, part in now.items() if part is not None}
-        seed = draw_seed(x.device) if rate else None
+        seed = seed_of_slice(draw_seed(x.device), self.layers[index]) if rate else None
         outputs = dict(zip(parts, lora_group(x.to(dtype), list(parts.values()), seed, rate), strict=True))
         if len(parts) > 1:
             self.computed = x, [outputs.get(i) for i in every]

@@ -8,7 +8,7 @@ Layers that run in slices of the sequence (`activations/slices.py`) draw the sam
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +21,21 @@ BLOCK = 256
 """Rows of a mask that CPUs draw from one generator."""
 
 
+OF_SLICE = "_fullshard_dropout_slice"
+"""Attribute of a LoRA layer whose input is a slice, with a mask of its own: the number of that slice."""
+
+
 def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
     """New seeds [count]; in a slice of the sequence [count, 2], each with the slice's first row. The compiler knows
     this operator as a random one and does not repeat it in backward."""
     if torch.compiler.is_compiling():
         return torch.randint(2**62, (count,), device=device)
     return seeds_of_slice(lambda: torch.randint(2**62, (count,), device=device))
+
+
+def seed_of_slice(seed: torch.Tensor, layer: Any) -> torch.Tensor:
+    """The seed for a layer's input: ranks that have slices of the same rows draw the same seeds."""
+    return seed + getattr(layer, OF_SLICE, 0) * 0x1F123BB5159A55E5 % 2**62
 
 
 class Dropout(NamedTuple):

@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard.device.torch_private import has_hooks
 from fullshard.lora import gated_mlp_math as arithmetic
-from fullshard.lora.fused_dropout import Dropout, draw_seed
+from fullshard.lora.fused_dropout import Dropout, draw_seed, seed_of_slice
 from fullshard.lora.fused_math import Layer, layer_output, scaled_product
 from fullshard.lora.fused_ops import Tensors, as_rows, flat, layers_of
 from fullshard.lora.gated_mlp_math import Branches, Dropouts, Saved
@@ -306,5 +306,7 @@ def _fused(module: Any, x: torch.Tensor) -> torch.Tensor | None:
     if rates[0] != rates[1] or rates[1] != rates[2]:
         return None
     seeds = draw_seed(x.device, 2) if rates[0] else None
+    if seeds is not None:
+        seeds = torch.cat([seeds[:1], seed_of_slice(seeds[1:], getattr(module, names.down))])
     gate, up, down = parts
     return gated_mlp(x.to(dtype), GatedMlp(gate, up, down, names.activation), seeds, rates[0])

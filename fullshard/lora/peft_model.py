@@ -153,7 +153,8 @@ def check_trains(model: nn.Module) -> None:
     if (kind := quantized_format(model)) is not None and not adapted:
         raise QuantizationError(
             f"full fine-tuning is not possible: the model's {kind} weights are frozen, and only norms and embeddings "
-            f"would train. Add adapters (use_peft_lora, or get_peft_model), or load the model without quantization"
+            f"would train. Add adapters (use_peft_lora, or get_peft_model), or load the model without quantization "
+            f"(dequantize, if it is shipped so)"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("the model has no trainable parameters (requires_grad is False everywhere)")

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fullshard.config.errors import ConfigError
 from fullshard.lora.language_model import left_out_tensors
-from fullshard.quant.experts import NF4Experts
+from fullshard.quant.packed_experts import PackedExperts
 from fullshard.quant.quantizable import fused_experts
 
 ALL_LINEAR = "all-linear"
@@ -104,7 +104,7 @@ def mixture_targets(model: nn.Module, experts: bool = True) -> AdapterTargets | 
 def _expert_weights(model: nn.Module) -> Iterator[str]:
     """The stacked weights of experts, by name."""
     for name, module in model.named_modules():
-        if isinstance(module, NF4Experts):
+        if isinstance(module, PackedExperts):
             expert_weights = set(module.fused)
         elif EXPERTS & {*name.split(".")} and not isinstance(module, nn.Linear):
             expert_weights = {own for own, p in module.named_parameters(recurse=False) if p.ndim == 3}

@@ -22,11 +22,13 @@ from fullshard.config.errors import ConfigError
 from fullshard.data.pretokenized import IGNORED
 from fullshard.device import accelerator
 from fullshard.device.torch_private import NoTorchFunction
+from fullshard.distributed.autograd_collectives import RankGroup
 from fullshard.lora import trainable_tokens
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.deferred_logits import DeferredLogits, SoftCap, Step
 from fullshard.models.router_loss import without_padding
 from fullshard.models.token_loss import TokenLoss, by_kernel, fused, known_count, reference
+from fullshard.models.vocabulary_slice import slice_of
 
 FUSED_BYTES = 256 * 2**20
 """The largest chunk of logits for the fused kernel, unless `chunk_tokens` is set. For each chunk the head's weight is
@@ -64,6 +66,8 @@ class _Options(NamedTuple):
     scale: float
     kind: TokenLoss
     entropy: bool
+    group: RankGroup | None = None
+    """The ranks that have a slice of the head each."""
 
     def rows(
         self, tokens: int, trained: int, columns: int, dtype: torch.dtype, cap: SoftCap | None, d_weight: int = 0
@@ -94,12 +98,12 @@ class _ChunkedLoss(torch.autograd.Function):
         # tokens that may be trained, if not all; factors are the trainable tensors in the steps
         want_hidden, want_weight, want_bias, want_own = ctx.needs_input_grad[:4]
         want = any(ctx.needs_input_grad)
-        steps, _, scale, kind, entropy = options
+        steps, _, scale, kind, entropy, group = options
         wide = torch.promote_types(torch.float32, weight.dtype)
         ctx.tokens, ctx.chosen = len(hidden), chosen
         if chosen is not None:
             hidden, labels = hidden[chosen], labels[chosen]
-        cap = fused(steps, bool(factors), weight.dtype, weight.device)
+        cap = fused(steps, bool(factors), weight.dtype, weight.device) if group is None else None
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
@@ -116,7 +120,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if cap is not None:
                 losses = by_kernel(logits, labels[piece], cap, kind, scale, entropy, logits if want else None)
             else:
-                losses = reference(logits, labels[piece], steps, factors, kind, scale, entropy, want)
+                losses = reference(logits, labels[piece], steps, factors, kind, scale, entropy, want, group)
             del logits  # before the next chunk's
             sums += losses.per_token.sum(0)
             if losses.d_logits is None:
@@ -194,7 +198,8 @@ def chunked_cross_entropy(
         weight, bias, values = (None if t is None else t.detach() for t in (weight, bias, values))
         trained = []
     factors = {id(factor): factor for factor in trained}.values()
-    hidden, options = hidden.reshape(-1, hidden.shape[-1]), _Options(steps, chunk_tokens, scale, kind, entropy)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    options = _Options(steps, chunk_tokens, scale, kind, entropy, slice_of(head))
     return HeadStatistics(*_ChunkedLoss.apply(hidden, weight, bias, values, index, shifted, chosen, options, *factors))
 
 

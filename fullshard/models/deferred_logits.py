@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard.device.torch_private import NoTorchFunction, make_wrapper_subclass
 from fullshard.lora.trainable_tokens import TrainedRows, put_over
+from fullshard.models.vocabulary_slice import whole_logits
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 """An element-wise function, its arguments, and the index of the logits among them."""
@@ -75,7 +76,7 @@ class DeferredLogits(torch.Tensor):
         """Compute the logits."""
         with NoTorchFunction():
             hidden, head, rows, steps = self.hidden, self.head, self.rows, self.steps
-        logits = F.linear(hidden, head.weight, head.bias)
+        logits = whole_logits(F.linear(hidden, head.weight, head.bias), head)
         return apply_steps(steps, logits if rows is None else put_over(logits, hidden, rows))
 
 

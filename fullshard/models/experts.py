@@ -20,6 +20,7 @@ from torch import nn
 from fullshard.config.errors import first_line
 from fullshard.lora.fused_dropout import Dropout, draw_seed
 from fullshard.models.causal_lm import get_causal_lm
+from fullshard.models.experts_dispatch import Dispatch
 from fullshard.models.experts_gate import find_gate
 from fullshard.models.experts_math import Factors, Projection, Routing
 from fullshard.models.experts_ops import run_experts
@@ -40,6 +41,8 @@ GATE = "_fullshard_gate"
 """The attribute of a module with its gate, as a string: equal for layers of a kind, so these share compiled code."""
 COUNTS = "_fullshard_tokens_per_expert"
 """The attribute of a module that counts its experts' tokens."""
+DISPATCH = "_fullshard_dispatch"
+"""The attribute of a module whose experts are split over ranks, with its `Dispatch`."""
 TOKENS = 24
 RANKS = 8
 """Ranks of adapters are padded to multiples of this: 16 bytes in bf16, as grouped products need."""
@@ -103,26 +106,47 @@ def experts(
         return out
     first = "gate_up_proj" if module.has_gate else "up_proj"
     dtype = _product_dtype(module, first, hidden_states)
-    found = adapters or {}
-    up, down = (_projection(module, name, dtype, found.get(name, ())) for name in (first, "down_proj"))
+    active = adapters or {}
+    up, down = (_projection(module, name, dtype, active.get(name, ())) for name in (first, "down_proj"))
+    x, weights, dispatch = hidden_states.to(dtype), top_k_weights, dispatch_of(module)
+    if dispatch is None:
+        routing = Routing.of(top_k_index, up.stack.shape[0])
+        out = _run(module, x, weights, routing, up, down)
+    else:
+        received = dispatch.send(x, weights, top_k_index)
+        routing = received.routing
+        out = dispatch.back(_run(module, received.x, received.weights, routing, up, down), received.sent, len(x))
+    _count_tokens(module, routing, len(x) if dispatch is None else received.sent.tokens)
+    return out.to(hidden_states.dtype)
+
+
+def _run(
+    module: Any, x: torch.Tensor, weights: torch.Tensor, routing: Routing, up: Projection, down: Projection
+) -> torch.Tensor:
+    """The sum over the experts of each token, of those that this rank holds."""
     gate = _gate_of(module)
     assert gate is not None
-    routing, x = Routing.of(top_k_index, up.stack.shape[0]), hidden_states.to(dtype)
-    _count_tokens(module, routing)
     if not getattr(module, "has_post_expert_norm", False):
-        return run_experts(x, top_k_weights, routing, up, down, gate).to(hidden_states.dtype)
+        return run_experts(x, weights, routing, up, down, gate)
     rows = module.post_expert_norm(run_experts(x, None, routing, up, down, gate))
-    by_choice = rows.index_select(0, routing.position.reshape(-1)).view(*routing.position.shape, -1)
-    weights = top_k_weights.masked_fill(routing.absent(), 0)
-    return (by_choice * weights[..., None]).sum(1).to(hidden_states.dtype)
+    weights = weights.masked_fill(routing.absent(), 0)
+    return (routing.by_pair(rows) * weights[..., None]).sum(1).to(x.dtype)
 
 
-def _count_tokens(module: Any, routing: Routing) -> None:
-    """Add the tokens of each expert, and all tokens, to the counts of a module that has some (`models/routing.py`)."""
+def _count_tokens(module: Any, routing: Routing, tokens: int) -> None:
+    """Add the tokens of each expert here, and this rank's tokens, to the counts of a module that has some
+    (`models/routing.py`)."""
     counts = getattr(module, COUNTS, None)
     if counts is not None and module.training:
-        own = routing.ends.diff(prepend=routing.ends.new_zeros(1))
-        counts += torch.cat([own, own.new_full((1,), len(routing.position))])
+        own, dispatch = routing.ends.diff(prepend=routing.ends.new_zeros(1)), dispatch_of(module)
+        (counts[:-1] if dispatch is None else dispatch.own(counts)).add_(own)
+        counts[-1] += tokens
+
+
+def dispatch_of(module: Any) -> Dispatch | None:
+    """What sends tokens to a module's experts on other ranks; None if every rank holds all."""
+    dispatch: Dispatch | None = getattr(module, DISPATCH, None)
+    return dispatch
 
 
 def _product_dtype(module: Any, name: str, x: torch.Tensor) -> torch.dtype:
@@ -140,8 +164,17 @@ def _projection(module: Any, name: str, dtype: torch.dtype, adapters: Sequence[L
     own = getattr(module, "expert_stack", None)
     stack = Stack("dense", [getattr(module, name).to(dtype)]) if own is None else own(name)
     bias = getattr(module, f"{name}_bias").to(dtype) if module.has_bias else None
-    factors = [_as_factors(one, module.is_transposed, dtype) for one in adapters]
-    return Projection(stack, module.is_transposed, bias, factors)
+    dispatch = dispatch_of(module)
+    factors = [_as_factors(_own(one, dispatch), module.is_transposed, dtype) for one in adapters]
+    swapped = own is not None and module.is_swapped(name)
+    return Projection(stack, module.is_transposed != swapped, bias, factors)
+
+
+def _own(adapter: LoraFactors, dispatch: Dispatch | None) -> LoraFactors:
+    """The factors of the experts that this rank holds."""
+    if dispatch is None:
+        return adapter
+    return adapter._replace(left=dispatch.own(adapter.left), right=dispatch.own(adapter.right))
 
 
 def _as_factors(adapter: LoraFactors, transposed: bool, dtype: torch.dtype) -> Factors:

@@ -32,7 +32,7 @@ class Routing(NamedTuple):
     order: torch.Tensor
     """The pair of each sorted row, by its number (token · choices + choice)."""
     position: torch.Tensor
-    """The sorted row of each pair [tokens, choices]."""
+    """The sorted row of each pair [tokens, choices]. There may be none for a pair whose expert is not here."""
     ends: torch.Tensor
     """Where the rows of each expert end [experts], int32. Rows behind the last belong to experts of other ranks."""
 
@@ -48,6 +48,15 @@ class Routing(NamedTuple):
     def tokens(self) -> torch.Tensor:
         """The token of each sorted row."""
         return self.order // self.position.shape[1]
+
+    def cut(self, rows: int) -> Routing:
+        """The same without rows of experts that are not here, whose number the host knows."""
+        return self._replace(order=self.order[:rows])
+
+    def by_pair(self, rows: torch.Tensor) -> torch.Tensor:
+        """The row of each pair [tokens, choices, …]; any row for those whose expert is not here."""
+        index = self.position.reshape(-1).clamp(max=max(len(rows) - 1, 0))
+        return rows.index_select(0, index).view(*self.position.shape, *rows.shape[1:])
 
     def absent(self) -> torch.Tensor:
         """Which pairs have an expert that is not here [tokens, choices]."""
@@ -149,8 +158,7 @@ def combine(rows: torch.Tensor, weights: torch.Tensor | None, routing: Routing) 
         from fullshard.models import experts_kernels
 
         return experts_kernels.combine(rows, weights, routing.position, routing.ends)
-    picked = rows.index_select(0, routing.position.reshape(-1)).view(*routing.position.shape, -1)
-    picked = picked.masked_fill(routing.absent()[..., None], 0).to(_wide(rows.dtype))
+    picked = routing.by_pair(rows).masked_fill(routing.absent()[..., None], 0).to(_wide(rows.dtype))
     if weights is not None:
         picked = picked * weights[..., None]
     return picked.sum(1).to(rows.dtype)
@@ -248,8 +256,7 @@ def backward(
     up_grads = _grad_parameters(x, d_inner, up, saved.up, d_up, ends, None, wants_up, tokens)
     dx = combine(d_rows, None, routing) if wants_x else None
     if weights is not None:
-        by_pair = d_weights.index_select(0, routing.position.reshape(-1)).view(weights.shape)
-        d_weights = by_pair.masked_fill(routing.absent(), 0).to(weights.dtype)
+        d_weights = routing.by_pair(d_weights).masked_fill(routing.absent(), 0).to(weights.dtype)
     return Gradients(dx, None if weights is None else d_weights, up_grads, down_grads)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.fsdp.host_embedding import keep_on_host
 from fullshard.fsdp.offload import keep_shards_on_host
 from fullshard.models.causal_lm import get_causal_lm
-from fullshard.quant.experts import NF4Experts
+from fullshard.quant.packed_experts import PackedExperts
 from fullshard.quant.quantizable import fused_experts
 
 
@@ -52,6 +52,6 @@ def offload_experts(model: nn.Module) -> str:
 
 def _expert_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
     """A module's own weights, if each of several experts has some of them; adapters are not among them."""
-    is_stack = isinstance(module, NF4Experts) or any(True for _ in fused_experts(module))
+    is_stack = isinstance(module, PackedExperts) or any(True for _ in fused_experts(module))
     inside = "experts" in name.split(".") and "lora_" not in name
     return list(module.parameters(recurse=False)) if is_stack or inside else []

@@ -45,8 +45,10 @@ ALL_EXPERTS = re.compile(r"^(n_routed_experts|(moe_)?num_(local_)?experts|num_ro
 USED_EXPERTS = re.compile(r"experts_per_tok(en)?$|^moe_top_?k$|^moe_k$|^num_selected_experts$|^num_experts_per_token$")
 
 
-def small_models(model: Any, device: torch.device) -> Iterator[Any]:
+def small_models(model: Any, device: torch.device, heads: int = 1) -> Iterator[Any]:
     """Models of the same class on `device`, each larger than the last, for classes that cannot be very small.
+
+    Numbers of heads stay multiples of `heads`, where the model's are.
 
     Weights are random, in fp32 (bf16 if the attention does not support fp32). The caller's random state is not changed.
     If no size can be built, the first error of the class is raised.
@@ -55,7 +57,7 @@ def small_models(model: Any, device: torch.device) -> Iterator[Any]:
     for growth in (0, 1, 2, 4):
         for one_of_each in (True, False):
             try:
-                config = _small_config(model, growth, one_of_each)
+                config = _small_config(model, growth, one_of_each, heads)
                 with torch.device("meta"):
                     plan = type(model)(copy.deepcopy(config))
                 if one_of_each and not _kinds(plan) >= _kinds(model):
@@ -71,12 +73,12 @@ def small_models(model: Any, device: torch.device) -> Iterator[Any]:
         raise failure
 
 
-def _small_config(model: Any, growth: int, one_of_each: bool) -> Any:
+def _small_config(model: Any, growth: int, one_of_each: bool, multiple: int) -> Any:
     config = copy.deepcopy(model.config)
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, name):
             delattr(config, name)
-    _shrink(config, model, growth, one_of_each)
+    _shrink(config, model, growth, one_of_each, multiple)
     return config
 
 
@@ -137,16 +139,16 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 # --- fields ---------------------------------------------------------------------------------------------------------
 
 
-def _shrink(config: Any, model: Any, growth: int, one_of_each: bool) -> None:
+def _shrink(config: Any, model: Any, growth: int, one_of_each: bool, multiple: int) -> None:
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     named = getattr(config, "num_hidden_layers", None)
     layers = named if isinstance(named, int) else 0
     kept = _kept_layers(fields, model, layers, one_of_each) if layers else []
-    heads = _divisor(fields) // max(1, growth) or 1
+    heads = _divisor(fields, multiple) // max(1, growth) or 1
     widths = heads if growth else _narrowest(fields)
     for name, value in fields.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            _shrink(value, model, growth, one_of_each)
+            _shrink(value, model, growth, one_of_each, multiple)
             continue
         if kept and is_per_layer(value, layers):
             changed: Any = type(value)(value[i] for i in kept)
@@ -188,11 +190,13 @@ def _changed(name: str, value: int, heads: int, widths: int) -> int:
     return value
 
 
-def _divisor(fields: dict[str, Any]) -> int:
-    """The largest number that divides all head counts and leaves widths that matrix kernels support."""
+def _divisor(fields: dict[str, Any], multiple: int = 1) -> int:
+    """The largest number that divides all head counts, leaves multiples of `multiple` where they are, and widths that
+    matrix kernels support."""
     heads = [v for k, v in fields.items() if HEADS.search(k) and _number(v) and v > 1]
     widths = _outer_widths(fields)
     common = math.gcd(*heads) if heads else _narrowest(fields)
+    common //= math.gcd(common, multiple)
     fitting = [d for d in range(common, 0, -1) if common % d == 0 and all(v % (ALIGNED * d) == 0 for v in widths)]
     return fitting[0] if fitting else common
 

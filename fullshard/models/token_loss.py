@@ -16,7 +16,9 @@ from fullshard.data.pretokenized import IGNORED
 from fullshard.device import accelerator, triton_jit
 from fullshard.device.torch_private import version_of
 from fullshard.device.triton_jit import Kernel, exp, tl, triton
+from fullshard.distributed.autograd_collectives import RankGroup
 from fullshard.models.deferred_logits import SoftCap, Step, apply_steps, soft_cap
+from fullshard.models.vocabulary_slice import SliceStatistics
 
 BLOCK = 4096
 """Logits that a program holds at a time."""
@@ -191,9 +193,10 @@ def by_kernel(
 
 def reference(
     raw: torch.Tensor, labels: torch.Tensor, steps: tuple[Step, ...], factors: Sequence[torch.Tensor], kind: TokenLoss,
-    scale: float, entropy: bool, want: bool,
+    scale: float, entropy: bool, want: bool, group: RankGroup | None = None,
 ) -> TokenLosses:  # fmt: skip
-    """The losses by torch, for any element-wise steps; `factors` are the trainable tensors in them."""
+    """The losses by torch, for any element-wise steps; `factors` are the trainable tensors in them. The ranks of a
+    `group` have a slice of the logits each."""
     wide = torch.promote_types(torch.float32, raw.dtype)
     mask = labels != IGNORED
     targets = labels.masked_fill(~mask, 0).unsqueeze(1)
@@ -201,38 +204,30 @@ def reference(
         raw.requires_grad_(want and bool(steps))
         logits = apply_steps(steps, raw)
     values = logits.detach().to(wide)
-    lse = _logsumexp(values)
-    target_logits = values.gather(1, targets)
-    correct = (values.argmax(1, keepdim=True) == targets).to(lse.dtype)
+    tokens = SliceStatistics(values, targets, group)
+    lse, target_logits = tokens.lse, tokens.target_logits
     loss, weight, entropies = lse - target_logits, torch.ones_like(lse), torch.zeros_like(lse)
     if kind.smoothing:
-        loss = torch.lerp(loss, lse - values.mean(1, keepdim=True), kind.smoothing)
+        loss = torch.lerp(loss, lse - tokens.mean(values), kind.smoothing)
     if kind.dft:
         weight = (target_logits - lse).exp()
         loss = loss * weight
     if entropy:
-        entropies = lse - ((values - lse).exp_() * values).sum(1, keepdim=True)
-    per_token = torch.cat([loss, correct, entropies], 1).masked_fill_(~mask.unsqueeze(1), 0)
+        entropies = tokens.entropies(values)
+    per_token = torch.cat([loss, tokens.correct, entropies], 1).masked_fill_(~mask.unsqueeze(1), 0)
     if not want:
         return TokenLosses(per_token, None)
     # d loss / d logits = (softmax - one-hot) × scale, zero outside the loss mask. The scale is applied here, in the
     # wide dtype, so that narrow gradients are rounded once.
     probs = (values - lse).exp_()
-    probs.scatter_add_(1, targets, torch.full_like(target_logits, kind.smoothing - 1))
+    probs.scatter_add_(1, tokens.places, (kind.smoothing - 1) * tokens.own.to(wide))
     if kind.smoothing:
-        probs.sub_(kind.smoothing / probs.shape[1])
+        probs.sub_(kind.smoothing / tokens.vocabulary)
     d_logits = probs.mul_(weight * scale).masked_fill_(~mask.unsqueeze(1), 0).to(logits.dtype)
     if not steps:
         return TokenLosses(per_token, d_logits)
     d_raw, *d_factors = torch.autograd.grad(logits, (raw, *factors), d_logits)
-    return TokenLosses(per_token, d_raw, d_factors)
-
-
-def _logsumexp(values: torch.Tensor) -> torch.Tensor:
-    """torch's, which allocates as much without a trace of it on the meta device."""
-    most = values.amax(1, keepdim=True)
-    most = most.masked_fill_(most.isinf(), 0)
-    return (values - most).exp_().sum(1, keepdim=True).log_().add_(most)
+    return TokenLosses(per_token, d_raw, [tokens.total(d_factor) for d_factor in d_factors])
 
 
 def known_count(labels: Any) -> int | None:

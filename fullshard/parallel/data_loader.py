@@ -1,4 +1,4 @@
-"""A torch `DataLoader` split over the ranks: every rank draws the same order and keeps its own batches.
+"""A torch `DataLoader` split over the ranks: every rank draws the same order and keeps the batches of its rows.
 
 `sampler.py` selects the rows; `fsdp/uneven_batches.py` weights the gradients of ranks with different row counts.
 """
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fullshard.config.errors import ConfigError
 from fullshard.device.torch_private import forget_iterator, tree_map
-from fullshard.distributed import runtime
+from fullshard.distributed import data_ranks, runtime
 from fullshard.fsdp import uneven_batches
 from fullshard.parallel.sampler import RankBatch, RankBatches, RankItems, SharedRandomOrder
 
@@ -37,7 +37,7 @@ class RankLoader(DataLoader):
     @classmethod
     def of(cls, loader: DataLoader, loss_reduction: str = "mean") -> RankLoader:
         """A copy of `loader` that yields this rank's batches. Attributes and methods of subclasses are kept."""
-        rank, world, joins = runtime.rank(), runtime.world_size(), runtime.addressable_device_count()
+        rank, world, joins = data_ranks.data_rank(), data_ranks.data_size(), runtime.addressable_device_count()
         _check(loader, world, loss_reduction)
         new: Any = copy.copy(loader)
         forget_iterator(new)
@@ -45,10 +45,10 @@ class RankLoader(DataLoader):
         streams = isinstance(loader.dataset, IterableDataset)
         holders = (loader, *_samplers(loader))
         generators = [g for one in holders if isinstance(g := getattr(one, "generator", None), torch.Generator)]
-        order = SharedRandomOrder(generators, world, loader.generator is None)
+        order = SharedRandomOrder(generators, runtime.world_size(), loader.generator is None)
         sampled: RankBatches | RankItems | None = None
         # DataLoader.__setattr__ refuses to change these after construction, so they are set in __dict__.
-        changed: dict[str, Any] = {"in_order": True if world > 1 else loader.in_order}
+        changed: dict[str, Any] = {"in_order": True if runtime.world_size() > 1 else loader.in_order}
         if streams and world * joins > 1:
             sampled = RankItems(loader.dataset, rank, world, loader.batch_size, loader.drop_last, order, joins)
             changed |= {"dataset": sampled, "drop_last": False}
@@ -109,7 +109,7 @@ class RankLoader(DataLoader):
         return step
 
     def _set_weight(self, share: uneven_batches.Share, batch: RankBatch) -> None:
-        ranks = runtime.world_size()
+        ranks = data_ranks.data_size()
         share.rows, share.total = batch.rows, batch.total
         if self.loss_reduction == "sum":
             share.weight = float(ranks) if batch.rows else 0.0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.config.errors import ConfigError
-from fullshard.distributed import runtime
+from fullshard.distributed import data_ranks, runtime
 from fullshard.distributed.watchdog import collectives
 from fullshard.fsdp import uneven_batches
 from fullshard.spmd.tensor_tree import tensors_in
@@ -43,10 +43,9 @@ def mean_over_rows(value: torch.Tensor | float) -> torch.Tensor:
     """
     share = uneven_batches.current_rows()
     own = torch.as_tensor(value, device=runtime.device()).detach()
-    part = (share.rows or 0) / share.total if share.total else 1 / runtime.world_size()
+    part = (share.rows or 0) / share.total if share.total else 1 / data_ranks.data_size()
     mean = own.double() * part if part else torch.zeros_like(own, dtype=torch.float64)  # a placeholder may be NaN
-    if runtime.world_size() > 1:
-        collectives.finish("mean over rows", lambda: dist.all_reduce(mean, async_op=True))
+    data_ranks.sum_over_rows("mean over rows", mean)
     return mean.to(own.dtype) if own.is_floating_point() else mean
 
 
@@ -123,6 +122,7 @@ def _exchange(leaves: list[Any], structure: str) -> list[Any]:
     mine = [_Form(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
     dist.all_gather_object(described, _LeafDescription(structure, mine))
     _check(described)
+    described = data_ranks.of_each_row(described)
     tensors = iter(_exchange_tensors([x for x in leaves if isinstance(x, torch.Tensor)], described))
     columns = zip(*(one.leaves for one in described), strict=True)
     objects = (list(itertools.chain.from_iterable(c)) for c in columns if not isinstance(c[0], _Form))
@@ -140,11 +140,11 @@ def _exchange_tensors(tensors: list[torch.Tensor], described: list[_LeafDescript
             flat = t.to(device).contiguous().view(-1).view(torch.uint8)
             packed[offset : offset + flat.numel()] = flat
             offset += flat.numel()
-    received = [torch.empty_like(packed) for _ in described]
+    received = [torch.empty_like(packed) for _ in range(runtime.world_size())]
     if max(sizes):
         collectives.finish("gather for metrics", lambda: dist.all_gather(received, packed, async_op=True))
     pieces: list[list[torch.Tensor]] = [[] for _ in tensors]
-    for its, flat in zip(forms, received, strict=True):
+    for its, flat in zip(forms, data_ranks.of_each_row(received), strict=True):
         offset = 0
         for index, form in enumerate(its):
             piece = torch.empty(form.shape, dtype=form.dtype, device=device)

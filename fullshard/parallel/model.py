@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard.config.errors import ConfigError
 from fullshard.device import accelerator
-from fullshard.distributed import engines, runtime
+from fullshard.distributed import data_ranks, engines, runtime
 from fullshard.fsdp import (
     FSDPv2,
     MixedPrecision,
@@ -26,7 +26,9 @@ from fullshard.fsdp import (
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.plan_model import plan_fsdp
 from fullshard.fsdp.wrap import find_units, resolve
+from fullshard.parallel.experts import connect_experts, split_experts
 from fullshard.parallel.settings import XLA_DEVICES_VARIABLE, EngineSettings
+from fullshard.parallel.tensor_parallel import split_model
 from fullshard.spmd import Mesh
 from fullshard.spmd.mesh import VirtualMesh
 
@@ -38,11 +40,16 @@ def shard_model(
     """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings;
     `say` is called when compilation begins."""
     mesh = mesh if mesh is not None else build_mesh(settings)
+    if settings.tp_size > 1:
+        split_model(model, mesh, settings.tp_plan, say=say)
     if (dtype := engines.current().buffer_dtype(settings)) is not None:
         precision = MixedPrecision.of(overrides.get("mixed_precision", settings.mixed_precision))
         overrides["mixed_precision"] = dataclasses.replace(precision, buffer_dtype=dtype)
     layers = checkpointed_modules(model, settings) if settings.activation_checkpointing else []
+    of_experts = experts_mesh(settings, mesh)
+    split_experts(model, mesh, of_experts)
     wrapped: Any = FSDPv2(model, mesh, **{**fsdp_options(model, settings), **overrides})  # type: ignore[call-arg]
+    connect_experts(wrapped, mesh, of_experts, overrides.get("timeout"))
     for layer in layers:
         # The last layer's inputs are needed again at once.
         checkpoint_module(layer, offload=settings.activation_checkpointing_offload and layer is not layers[-1])
@@ -63,7 +70,10 @@ def plan_sharding(
 ) -> ShardingPlan:
     """The plan by which `shard_model` would shard a model on ranks with a device of this type each. The mesh may be
     absent."""
+    if settings.tp_size > 1:
+        split_model(model, mesh, settings.tp_plan)
     options = {**fsdp_options(model, settings), **overrides}
+    split_experts(model, mesh, experts_mesh(settings, mesh))
     return plan_fsdp(model, mesh, point_to_point=not accelerator.is_accelerator(device), **options)
 
 
@@ -71,6 +81,13 @@ def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> Vir
     """The mesh of the strategy over processes that need not exist."""
     shape = settings.mesh_shape(processes, nodes)
     return VirtualMesh(tuple(shape.values()), tuple(shape))
+
+
+def join_ranks(settings: EngineSettings) -> None:
+    """Connect the ranks, on the device that the settings choose, and divide the rows among them."""
+    runtime.use_spmd(device="cpu" if settings.use_cpu else None)
+    settings.mesh_shape(runtime.global_device_count(), runtime.node_count())
+    data_ranks.share_rows(settings.ranks_per_row)
 
 
 def build_mesh(settings: EngineSettings) -> Mesh:
@@ -84,6 +101,21 @@ def build_mesh(settings: EngineSettings) -> Mesh:
         )
     shape = settings.mesh_shape(devices, runtime.node_count())
     return Mesh(np.arange(devices), tuple(shape.values()), tuple(shape))
+
+
+def experts_mesh(settings: EngineSettings, mesh: Mesh) -> Mesh:
+    """The mesh of experts, over the ranks of the model's mesh: `ep` consecutive ranks hold all experts of a layer.
+
+    `ep` comes before `fsdp`, because dim 0 of a stack is split over `ep` first.
+    """
+    replicas, size = mesh.shape().get("replica", 1), settings.ep_size
+    ranks, rest = divmod(mesh.size(), replicas * size)
+    assert not rest, f"ep_size {size} over {mesh}"
+    axes = {**({"replica": replicas} if "replica" in mesh.shape() else {}), "ep": size, "fsdp": ranks}
+    if isinstance(mesh, VirtualMesh):
+        return VirtualMesh(tuple(axes.values()), tuple(axes))
+    ids = mesh.device_ids.reshape(replicas, ranks, size).transpose(0, 2, 1)
+    return Mesh(ids.reshape(-1), tuple(axes.values()), tuple(axes))
 
 
 def fsdp_options(model: nn.Module, settings: EngineSettings) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import require_equal
 from fullshard.fsdp import FSDPv2, shard
 from fullshard.parallel.data_loader import RankLoader
-from fullshard.parallel.model import shard_model
+from fullshard.parallel.model import join_ranks, shard_model
 from fullshard.parallel.settings import EngineSettings
 
 
@@ -40,7 +40,7 @@ def prepare(*objects: Any, settings: EngineSettings | None = None, loss_reductio
     `settings` replaces the launched settings.
     """
     settings = settings if settings is not None else EngineSettings.from_environment()
-    runtime.use_spmd(device="cpu" if settings.use_cpu else None)
+    join_ranks(settings)
     facts = {**dataclasses.asdict(settings), "loss_reduction": loss_reduction, **step_facts(*objects)}
     require_equal(facts, "settings, versions and data")
     prepared: dict[int, Any] = {}

@@ -107,15 +107,26 @@ class EngineSettings:
     """Keywords of PyTorch/XLA's first FSDP wrapper. On the XLA engine `compute_dtype` and `buffer_dtype` are used; the
     others are accepted at their default."""
 
-    dp_replicate_size: int | None = _sizes(None, env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+    dp_replicate_size: int | None = _sizes(
+        None, env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE", flags=("dp_replicate_size",)
+    )
     """For the HYBRID strategies, the number of model replicas. More than 1 turns FULL_SHARD into HYBRID_SHARD and
     SHARD_GRAD_OP into HYBRID_SHARD_ZERO2. Unset: the number of nodes."""
-    dp_shard_size: int | None = _sizes(None, env="PARALLELISM_CONFIG_DP_SHARD_SIZE")
-    """Number of ranks that each replica is sharded over. Unset: the world size divided by the number of replicas."""
-    tp_size: int = _sizes(1, env="PARALLELISM_CONFIG_TP_SIZE")
-    """Tensor parallelism. Only 1 here; for more, annotate parameters yourself with `fullshard.spmd`."""
-    cp_size: int = _sizes(1, env="PARALLELISM_CONFIG_CP_SIZE")
-    """Context parallelism. Only 1: it is not supported."""
+    dp_shard_size: int | None = _sizes(None, env="PARALLELISM_CONFIG_DP_SHARD_SIZE", flags=("dp_shard_size",))
+    """Number of ranks that each replica is sharded over. Unset: the ranks that the other sizes leave."""
+    tp_size: int = _sizes(1, env="PARALLELISM_CONFIG_TP_SIZE", flags=("tp_size",))
+    """Tensor parallelism: the number of consecutive ranks that compute parts of the same rows, each with its own heads,
+    columns of products, and tokens of the vocabulary."""
+    ep_size: int = _sizes(1, env="PARALLELISM_CONFIG_EP_SIZE", flags=("ep_size",))
+    """Expert parallelism: the number of consecutive ranks that divide the experts of each layer among them. Tokens
+    travel to their experts; over the remaining ranks of a replica each expert is sharded."""
+    tp_plan: dict[str, Any] | None = _sizes(  # noqa: RUF009 - a field, not a shared dict
+        None, env="FULLSHARD_TP_PLAN", kind=object, metavar="a mapping, JSON, or the path of a JSON file"
+    )
+    """How layers are split with `tp_size`: by names of modules (`*` stands for numbers) the styles of transformers'
+    plans, such as colwise, rowwise or replicate. It changes the model's own plan."""
+    cp_size: int = _sizes(1, env="PARALLELISM_CONFIG_CP_SIZE", flags=("cp_size",))
+    """Context parallelism. Only 1: it is not supported yet."""
     sp_size: int = _sizes(1, env="PARALLELISM_CONFIG_SP_SIZE")
     """Sequence parallelism. Only 1: it is not supported."""
 
@@ -133,19 +144,25 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for wrong, text in (
             (self.mixed_precision == "fp8", "mixed_precision: fp8 is not supported; use bf16, fp16 or no"),
-            (
-                self.tp_size > 1,
-                f"tp_size {self.tp_size}: expected 1; for more, annotate parameters with fullshard.spmd",
-            ),
-            (self.cp_size > 1, f"cp_size {self.cp_size}: context parallelism is not supported; use 1"),
+            (self.cp_size > 1, f"cp_size {self.cp_size}: context parallelism is not supported yet; use 1"),
             (self.sp_size > 1, f"sp_size {self.sp_size}: sequence parallelism is not supported; use 1"),
+            (
+                self.ep_size > 1 and self.backend.lower() != "no",
+                f"ep_size {self.ep_size} with dynamo_backend {self.backend} (torch_compile): layers whose experts are "
+                f"on other ranks are not compiled yet; use dynamo_backend no (torch_compile false), or ep_size 1",
+            ),
             (
                 self.activation_checkpointing_offload and not self.activation_checkpointing,
                 "fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true",
             ),
             ((self.min_num_params or 1) < 1, f"fsdp_min_num_params: expected 1 or more, got {self.min_num_params}"),
-            ((self.dp_replicate_size or 1) < 1, f"dp_replicate_size: expected 1 or more, got {self.dp_replicate_size}"),
-            ((self.dp_shard_size or 1) < 1, f"dp_shard_size: expected 1 or more, got {self.dp_shard_size}"),
+            *(
+                (
+                    (size := getattr(self, f"{name}_size")) is not None and size < 1,
+                    f"{name}_size: expected 1 or more, got {size}",
+                )
+                for name in ("dp_replicate", "dp_shard", "tp", "ep", "cp", "sp")
+            ),
         ):
             if wrong:
                 raise ConfigError(text)
@@ -157,8 +174,11 @@ class EngineSettings:
                     f"fsdp_ignored_modules: {self.ignored_modules!r} is not a regular expression: {error}"
                 ) from None
         _ = self.strategy  # raises if two keys contradict each other
-        if self.xla_fsdp_settings is not None:
-            object.__setattr__(self, "xla_fsdp_settings", read_xla_settings(self.xla_fsdp_settings))
+        for name in ("xla_fsdp_settings", "tp_plan"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, read_mapping(name, value))
+        if self.tp_plan is not None and self.tp_size == 1:
+            raise ConfigError("tp_plan says how layers are split over tp_size ranks; set tp_size too, or leave it out")
         engines.current().check_sharding(self)
         for name, value in engines.current().sharding_overrides(self).items():
             object.__setattr__(self, name, value)
@@ -237,6 +257,8 @@ class EngineSettings:
         if engines.current().compiles_steps:  # the compiler decides
             del shown["offload to host"], shown["prefetch"]
             shown["device"] = "XLA devices"
+        if self.tp_size > 1:
+            shown["tensor parallelism"] = f"over {self.tp_size} ranks"
         if self.hybrid:
             replicas = f"{self.dp_replicate_size or ''} replicas".strip()
             shown["mesh"] = f"{replicas} of {self.dp_shard_size} ranks" if self.dp_shard_size else replicas
@@ -250,24 +272,48 @@ class EngineSettings:
             shown["initial values"] = "each rank's own"
         return shown
 
+    @property
+    def ranks_per_row(self) -> int:
+        """The number of consecutive ranks that compute parts of the same rows."""
+        return self.cp_size * self.tp_size
+
     def mesh_shape(self, world_size: int, nodes: int) -> dict[str, int]:
-        """The mesh of the strategy: all ranks along `fsdp`, or `replica` × `fsdp`. Default: one replica per node."""
-        replicas, ranks = self.dp_replicate_size, self.dp_shard_size
-        if not self.hybrid:
-            if ranks not in (None, 1, world_size):
-                raise ConfigError(
-                    f"dp_shard_size {ranks} with {self.strategy} on {world_size} processes: expected {world_size}, or "
-                    "set dp_replicate_size as well to train several replicas"
-                )
-            return {"fsdp": world_size}
-        replicas = replicas or (world_size // ranks if ranks else nodes) or 1
-        ranks = ranks or max(1, world_size // replicas)
-        if replicas * ranks != world_size:
+        """The mesh over all ranks: `replica` (hybrid strategies; by default one per node), `fsdp`, and `cp` and `tp`
+        where they have more than one rank."""
+        inner = {axis: size for axis, size in (("cp", self.cp_size), ("tp", self.tp_size)) if size > 1}
+        groups, rest = divmod(world_size, self.ranks_per_row)
+        if rest:
+            sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % (n * self.cp_size) == 0)
             raise ConfigError(
-                f"{self.strategy}: {replicas} replicas (dp_replicate_size, else the number of nodes) of {ranks} ranks "
-                f"(dp_shard_size) need {replicas * ranks} processes, but there are {world_size}; make these equal"
+                f"tp_size {self.tp_size} on {world_size} processes: expected a size that divides their number: {sizes}"
             )
-        return {"replica": replicas, "fsdp": ranks}
+        replicas, ranks = self.dp_replicate_size, self.dp_shard_size
+        of_rows = f" with tp_size {self.tp_size}" if inner else ""
+        if not self.hybrid:
+            if ranks not in (None, 1, groups):
+                raise ConfigError(
+                    f"dp_shard_size {ranks} with {self.strategy} on {world_size} processes{of_rows}: expected "
+                    f"{groups}, or set dp_replicate_size as well to train several replicas"
+                )
+            shape = {"fsdp": groups}
+        else:
+            replicas = replicas or (groups // ranks if ranks else nodes) or 1
+            ranks = ranks or max(1, groups // replicas)
+            if replicas * ranks != groups:
+                fitting = ", ".join(f"{n} of {groups // n}" for n in range(1, groups + 1) if groups % n == 0)
+                raise ConfigError(
+                    f"{self.strategy}: {replicas} replicas (dp_replicate_size, else the number of nodes) of {ranks} "
+                    f"ranks (dp_shard_size) need {replicas * ranks * self.ranks_per_row} processes{of_rows}, but there "
+                    f"are {world_size}; replicas and ranks that fit: {fitting}"
+                )
+            shape = {"replica": replicas, "fsdp": ranks}
+        if (inside := shape["fsdp"] * self.ranks_per_row) % self.ep_size:
+            sizes = ", ".join(str(n) for n in range(1, inside + 1) if inside % n == 0)
+            raise ConfigError(
+                f"ep_size {self.ep_size} with {inside} ranks per replica: expected a size that divides their number: "
+                f"{sizes}"
+            )
+        return shape | inner
 
     # --- environment variables --------------------------------------------------------------------------------------
 
@@ -341,8 +387,8 @@ def _on_off(on: bool) -> str:
     return "on" if on else "off"
 
 
-def read_xla_settings(value: Any) -> dict[str, Any]:
-    """`xla_fsdp_settings` as a mapping: it may also be JSON, or the path of a JSON file."""
+def read_mapping(name: str, value: Any) -> dict[str, Any]:
+    """The value of a setting as a mapping: it may also be JSON, or the path of a JSON file."""
     if isinstance(value, Mapping):
         return dict(value)
     text = str(value).strip()
@@ -351,13 +397,13 @@ def read_xla_settings(value: Any) -> dict[str, Any]:
             text = Path(text).expanduser().read_text()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"xla_fsdp_settings: {value!r} is no mapping, no JSON object and no file that can be read "
+                f"{name}: {value!r} is no mapping, no JSON object and no file that can be read "
                 f"({getattr(error, 'strerror', error)})"
             ) from None
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"xla_fsdp_settings: not JSON: {error}") from None
+        raise ConfigError(f"{name}: not JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise ConfigError(f"xla_fsdp_settings: {value!r} holds {parsed!r} instead of a JSON object")
+        raise ConfigError(f"{name}: {value!r} holds {parsed!r} instead of a JSON object")
     return parsed

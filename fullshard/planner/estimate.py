@@ -28,10 +28,10 @@ from fullshard.planner.memory import MemoryEstimate, MemoryOptions, estimate_mem
 from fullshard.planner.memory_settings import memory_options, needed_levels, planned_choice, planned_levels
 from fullshard.planner.planned_model import PlannedModel, find_config, planned_model
 from fullshard.planner.request import PlanRequest
-from fullshard.planner.step_time import StepOptions, StepTime, estimate_time, flops_per_token
+from fullshard.planner.step_time import StepOptions, StepTime, TracedStep, estimate_time, flops_per_token
 from fullshard.planner.step_trace import Segment, StepTrace
 from fullshard.planner.tracer import trace_evaluation, trace_step
-from fullshard.planner.traffic import Traffic, step_traffic
+from fullshard.planner.traffic import LayerExchanges, Traffic, step_traffic
 from fullshard.planner.verdict import Verdict, judge
 from fullshard.sft.sft_config import SFTConfig
 from fullshard.version import __version__
@@ -88,7 +88,7 @@ class Estimate:
     @property
     def tokens(self) -> int:
         """Tokens in a step of all devices."""
-        return self.batch.tokens * self.batch.accumulation * self.machine.num_processes
+        return self.batch.tokens * self.batch.accumulation * self.plan.data_size
 
     @property
     def trained(self) -> int:
@@ -107,6 +107,7 @@ class Estimate:
             "machine": {**asdict(self.machine), "nodes": self.machine.nodes},
             "parameters": {"all": self.parameters, "trained": self.trained},
             "mesh": dict(plan.axes),
+            "expert_mesh": dict(plan.expert_axes),
             "strategy": plan.strategy,
             "batch": {**asdict(self.batch), "tokens_per_step": self.tokens},
             "verdict": {
@@ -214,13 +215,16 @@ class Estimator:
             levels = planned_levels(config, planned, choice)
             memory = estimate_memory(planned.plan, planned.traced(traces), levels, options, evaluation)
         with self.clock("traffic and time"):
+            between = layer_exchanges(planned, levels, batch)
             traffic = step_traffic(
                 planned.plan, machine.gpus_per_node, batch.accumulation, config.sync_each_batch, batch.tokens,
-                options.point_to_point,
+                options.point_to_point, between=between,
+                tokens_sent=TracedStep.of(planned.traced(traces), levels, batch).tokens_sent(),
             )  # fmt: skip
-            step = step_options(config, planned, options)
+            step = dataclasses.replace(step_options(config, planned, options), between=between)
             steps = estimate_time(planned.plan, machine, planned.traced(traces), levels, batch, step)
-            flops = flops_per_token(planned.traced(traces), batch)
+            ranks_per_row = math.prod(size for _, size in planned.plan.axes) // planned.plan.data_size
+            flops = flops_per_token(planned.traced(traces), batch) * ranks_per_row
         return Estimate(
             name, machine, config.changed(), planned.plan, planned.parameters, batch, planned.layers, tuple(levels),
             memory, traffic, steps, flops, judge(memory, machine, untraced), (*lines, *steps.assumptions),
@@ -282,6 +286,15 @@ def import_libraries(request: PlanRequest) -> None:
         shape = AutoConfig.from_pretrained(find_config(request.model))
         kind = text_class(shape)
         getattr(kind, "_model_mapping", {type(shape): kind})[type(shape)]
+
+
+def layer_exchanges(planned: PlannedModel, levels: Sequence[Level], batch: BatchShape) -> LayerExchanges | None:
+    """What tensor parallelism exchanges in a micro-batch; None without it."""
+    if not planned.exchanges:
+        return None
+    dtype = planned.precision.param_dtype or next(p.dtype for p in planned.model.parameters() if p.is_floating_point())
+    kept = dict(zip(planned.layers, levels, strict=True))
+    return LayerExchanges(planned.exchanges, batch.tokens, dtype.itemsize, kept)
 
 
 def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOptions) -> StepOptions:

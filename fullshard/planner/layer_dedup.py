@@ -90,7 +90,7 @@ class Condensed:
             if len({self._place(name) for name in p.names}) > 1:
                 raise CannotExpandError(f"{p.names} are one parameter of several layers")
         parameters = self.expand(unit.parameters, lambda p: p.name)
-        return plan_unit(unit.name, unit.module, [_renamed(p, rename) for p, rename in parameters])
+        return plan_unit(unit.name, unit.module, [_renamed(p, rename) for p, rename in parameters], unit.axes)
 
     def count(self, model: nn.Module, count: Callable[[nn.Module], int]) -> int:
         """A number for the whole model that `count` finds for a module, such as its parameters."""
@@ -127,7 +127,7 @@ def _renamed_unit(unit: UnitPlan, rename: Callable[[str], str]) -> UnitPlan:
     name = rename(unit.name)
     if name == unit.name:
         return unit
-    return plan_unit(name, unit.module, [_renamed(p, rename) for p in unit.parameters])
+    return plan_unit(name, unit.module, [_renamed(p, rename) for p in unit.parameters], unit.axes)
 
 
 # --- condensing -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from fullshard.planner.engine_memory import EngineMemory, Ledger, Schedule
 from fullshard.planner.host_memory import HostNeeds, host_memory, reserved_memory
 from fullshard.planner.optimizer_state import OptimizerMemory
 from fullshard.planner.step_trace import Segment, StepTrace, TracedModel
-from fullshard.planner.unit_memory import Transport, UnitMemory, signature, units_of
+from fullshard.planner.unit_memory import Transport, UnitMemory, signature, units_by_layer, units_of
 from fullshard.report.step_memory import GatheredMoment, StepMemory
 
 
@@ -159,6 +159,10 @@ class _Estimate:
         self.layers, self.kinds = model.layers, model.kinds
         self.transport = Transport.of(plan, options.accelerator, options.point_to_point)
         self.units = units_of(plan, self.transport)
+        self.inside = {
+            layer: [unit.name for unit in units] for layer, units in units_by_layer(plan, self.layers).items()
+        }
+        """The units of each layer in the order of their calls: its own, and those of its experts."""
         self.traces = {level: SplitTrace(trace) for level, trace in model.traces.items()}
         self.schedule = Schedule(
             ShardingStrategy[plan.strategy], options.forward_prefetch, options.backward_prefetch, options.in_flight
@@ -270,8 +274,8 @@ class _Estimate:
 
     @cached_property
     def _largest_packed(self) -> int:
-        """Bytes of the largest piece of a weight in 4 bits or fp8."""
-        packed = [p for unit in self._kinds for p in unit.plan.parameters if item_size(p.dtype) == 1]
+        """Bytes of the largest piece of a weight that is quantized to 4 bits or fp8 while it is loaded."""
+        packed = [p for unit in self._kinds for p in unit.plan.parameters if item_size(p.dtype) == 1 and not p.form]
         return max((p.shard_bytes for p in packed), default=0)
 
     def _save(self) -> dict[str, int]:
@@ -300,7 +304,7 @@ class _Estimate:
         ledger.begin(moment)
         for part, size in self._static.items():
             ledger.hold(part, size)
-        called = [layer for layer in self.layers if layer in self.units]
+        called = [name for layer in self.layers for name in self.inside[layer]]
         root = self.plan.units[0].name
         return ledger, EngineMemory(self.units, [root, *called], schedule, ledger), root
 
@@ -355,18 +359,17 @@ class _Estimate:
         engine.begin_backward(root)
         self._run(engine, ledger, root, model.head_backward, "logits")
         ledger.entry("backward of the loss")
-        last: str | None = None
-        own = [layer if layer in self.units else None for layer in self.layers]
-        for layer, level, unit in zip(reversed(self.layers), reversed(self.levels), reversed(own), strict=True):
-            if last is not None:
-                engine.end_backward(last)
-            if unit is not None:
+        last: list[str] = []
+        for layer, level in zip(reversed(self.layers), reversed(self.levels), strict=True):
+            for unit in reversed(last):
+                engine.end_backward(unit)
+            last = self.inside[layer]
+            for unit in last:
                 engine.begin_backward(unit)
-            self._run(engine, ledger, unit or root, [self.traces[level].backward[self.kinds[layer]]])
+            self._run(engine, ledger, root, [self.traces[level].backward[self.kinds[layer]]], units=last)
             ledger.entry(f"backward {layer}")
-            last = unit
-        if last is not None:
-            engine.end_backward(last)
+        for unit in reversed(last):
+            engine.end_backward(unit)
         self._run(engine, ledger, root, model.tail)
         engine.end_pass_backward()
         ledger.entry("end of backward")
@@ -379,19 +382,20 @@ class _Estimate:
         self._run(engine, ledger, root, model.before)
         call = 0
         for layer, segment in zip(self.layers, layers, strict=True):
-            unit = layer if layer in self.units else None
-            if unit is not None:
-                call += 1
+            calls = range(call + 1, call + 1 + len(self.inside[layer]))
+            for call in calls:
                 engine.begin_forward(call)
-            self._run(engine, ledger, unit or root, [segment])
-            if unit is not None:
-                engine.end_forward(call)
+            self._run(engine, ledger, root, [segment], units=self.inside[layer])
+            for ending in reversed(calls):
+                engine.end_forward(ending)
             ledger.entry(f"forward {layer}")
         self._run(engine, ledger, root, model.after)
 
     def _run(
-        self, engine: EngineMemory, ledger: Ledger, unit: str, segments: Sequence[Segment], part: str = "activations"
-    ) -> None:
+        self, engine: EngineMemory, ledger: Ledger, root: str, segments: Sequence[Segment], part: str = "activations",
+        units: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Segments of the model, or of a layer with these units."""
         for segment in segments:
             ledger.pass_through(part, segment.peak)
             kept = segment.kept - segment.gradients
@@ -402,7 +406,12 @@ class _Estimate:
             else:
                 ledger.hold(part, kept)
             ledger.hold("gradients", segment.gradients)
-            engine.add_gradients(unit, segment.gradients)
+            inner = [name for name in units if name not in self.inside]
+            of_inner = {name: self.units[name].left_by_backward for name in inner if segment.gradients}
+            for name, size in of_inner.items():
+                engine.add_gradients(name, size)
+            outer = next((name for name in units if name in self.inside), root)
+            engine.add_gradients(outer, segment.gradients - sum(of_inner.values()))
 
 
 class SplitTrace:

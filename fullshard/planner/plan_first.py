@@ -133,12 +133,13 @@ def available_memory(on_host: bool) -> tuple[int, str]:
 
 def describe_plan(plan: ShardingPlan, state: StateMemory) -> list[str]:
     """The plan in a few lines."""
-    axes = " × ".join(f"{size} {name}" for name, size in plan.axes)
+    axes, experts = (" × ".join(f"{size} {name}" for name, size in mesh) for mesh in (plan.axes, plan.expert_axes))
+    of_experts = f"; experts on {experts}" if experts else ""
     layers = Counter(unit.module for unit in plan.units[1:])
     units = ", ".join(f"{count} {name}" for name, count in layers.items()) or "none but the whole model"
     host = f"; embedding on the host {memory_size(plan.host_bytes)}" if plan.host_bytes else ""
     return [
-        f"plan: {plan.strategy} on {axes}; units: {units}",
+        f"plan: {plan.strategy} on {axes}{of_experts}; units: {units}",
         f"      memory on each rank: shards {memory_size(state.shards)}, gradients {memory_size(state.gradients)},",
         f"      optimizer {memory_size(state.optimizer)}; at most {memory_size(plan.gathered_bound())} gathered at once"
         f"{host}",

@@ -29,8 +29,11 @@ from fullshard.lora.peft_model import method_of
 from fullshard.models.tiny_model import forked_random
 from fullshard.parallel.model import absent_mesh, checkpointed_modules, ignored_modules, plan_sharding
 from fullshard.parallel.settings import EngineSettings
+from fullshard.parallel.tensor_parallel import exchanges_of
+from fullshard.parallel.tensor_plan import Exchange
 from fullshard.planner.layer_dedup import CannotExpandError, Condensed, Stack, condense, may_name_a_layer, patterns_in
 from fullshard.planner.step_trace import StepTrace, TracedModel
+from fullshard.quant.shipped import METHODS, Shipped, quant_method
 from fullshard.sft import adapter
 from fullshard.sft.adapter import set_projection_dtype
 from fullshard.sft.base_model import read_model
@@ -87,6 +90,8 @@ class PlannedModel:
     """The device that the run would use, which need not exist here."""
     notes: tuple[str, ...]
     """What the plan takes for granted."""
+    exchanges: dict[str, Exchange]
+    """What the ranks along `tp` exchange at the borders of layers, by name of a layer."""
 
     def on_ranks(self, engine: EngineSettings, processes: int, nodes: int) -> PlannedModel:
         """The same model with the plan for other ranks or sharding settings."""
@@ -152,8 +157,7 @@ def _planned(
     stacks: list[Stack] = []
 
     def leave_out(model: Any) -> None:
-        # Files and settings of a model that is quantized already name its layers.
-        if condensed and getattr(model.config, "quantization_config", None) is None:
+        if condensed and not _names_layers(getattr(model.config, "quantization_config", None)):
             stacks.extend(condense(model))
 
     model: Any = read_model(config, place, device, notes.append, present=False, condense=leave_out, all_parts=all_parts)
@@ -185,7 +189,29 @@ def _planned(
         precision=ready.precision,
         device=device,
         notes=tuple(notes),
+        exchanges=_exchanged(whole, model, ready.head),
     )
+
+
+def _names_layers(packed: Any) -> bool:
+    """Whether a `quantization_config` may treat layers that are alike differently. bitsandbytes' files name them."""
+    if packed is None or quant_method(packed) not in METHODS:
+        return packed is not None
+    return any(map(may_name_a_layer, Shipped.of(packed).patterns))
+
+
+def _exchanged(whole: Condensed, model: Any, head: Any) -> dict[str, Exchange]:
+    """The exchanges of the whole model. A chunked loss is computed from slices of the logits."""
+    known = exchanges_of(model)
+    if head.head is not None:
+        tables = {id(head.model.get_output_embeddings())}
+        known = {
+            name: one._replace(forward_gather=0) if id(head.model.get_submodule(name)) in tables else one
+            for name, one in known.items()
+        }
+    prefix = next((name for name, part in model.named_modules() if part is head.model), "")
+    full = {f"{prefix}.{name}" if prefix else name: one for name, one in known.items()}
+    return {rename(name): full[name] for name, rename in whole.expand(list(full), str)}
 
 
 def _nothing(line: str) -> None:

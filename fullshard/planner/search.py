@@ -132,10 +132,11 @@ class SearchResult:
 
 
 def launch_flags(request: PlanRequest) -> str:
-    """The flags that start as many processes as were planned for."""
-    machine = request.machine
+    """The flags that start as many processes as were planned for, and divide experts among them."""
+    machine, size = request.machine, request.engine.ep_size
     nodes = f" --num_machines {machine.nodes}" if machine.nodes > 1 else ""
-    return f" --num_processes {machine.num_processes}{nodes}" if machine.num_processes > 1 else ""
+    experts = f" --ep_size {size}" if size > 1 else ""
+    return f" --num_processes {machine.num_processes}{nodes}{experts}" if machine.num_processes > 1 else ""
 
 
 def check_allowed(allow: Sequence[str]) -> tuple[str, ...]:
@@ -207,6 +208,16 @@ def _shardings(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
             yield changed, ", ".join([*named, *(["weights on the host"] if offload else [])])
 
 
+def _expert_sizes(request: PlanRequest, plan: ShardingPlan) -> list[int]:
+    """Sizes of `ep` to try for a mixture of experts: all ranks of a node, and all ranks of a replica."""
+    machine, engine = request.machine, request.engine
+    names = (p.name.split(".") for unit in plan.units for p in unit.parameters)
+    if engine.ep_size > 1 or not any("experts" in name for name in names):
+        return []
+    inside = engine.mesh_shape(machine.num_processes, machine.nodes)["fsdp"]
+    return sorted({math.gcd(inside, machine.gpus_per_node), inside} - {1})
+
+
 def _with(request: PlanRequest, **settings: Any) -> PlanRequest | None:
     """The request with other settings of the run; None if they exclude each other."""
     try:
@@ -232,18 +243,31 @@ class _Search:
         self.tried = 0
         self._kept: set[Any] = set()
         """What fits of the current method."""
+        self._plan: ShardingPlan | None = None
+        """The plan of the last candidate."""
 
     def explore(self, method: PlanRequest, words: list[str]) -> None:
         """Find what fits of one method: with each strategy, without and with offload."""
         self._kept, weights, best = set(), None, set()
-        for request, named in _shardings(method):
+        for request, named in self._variants(method):
             impossible = weights is not None and _least_weights(request, weights) > request.machine.device_memory
-            if impossible or request.engine.strategy in best:  # offload only where something does not fit without
-                continue
+            if impossible or request.engine.offload_params and request.engine.strategy in best:
+                continue  # offload only where something does not fit without
             first = self._explore_sharding(request, [*words, *([named] if named else [])])
             if first is not None:
                 weights = weights or weight_bytes(first.estimate.plan)
-                best |= {request.engine.strategy} if first.fits else set()
+                best |= {request.engine.strategy} if first.fits and request.engine.ep_size == 1 else set()
+                self._plan = first.estimate.plan
+
+    def _variants(self, method: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
+        """Strategies for the machine, then FULL_SHARD with experts that are divided among ranks."""
+        yield from _shardings(method)
+        for size in _expert_sizes(method, self._plan) if self._plan is not None else ():
+            changes: dict[str, Any] = {
+                "sharding_strategy": "FULL_SHARD", "reshard_after_forward": None, "ep_size": size,
+            }  # fmt: skip
+            engine = dataclasses.replace(method.engine, **changes)
+            yield dataclasses.replace(method, engine=engine), f"FULL_SHARD, ep_size {size}"
 
     def _explore_sharding(self, request: PlanRequest, words: list[str]) -> Candidate | None:
         """One strategy: the largest micro-batch that fits with each kind of recomputation. Returns the whole batch at

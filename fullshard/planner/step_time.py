@@ -20,7 +20,16 @@ from fullshard.models.kernels_on_meta import ATTENTION, ATTENTION_BACKWARD, GROU
 from fullshard.planner.batch import BatchShape
 from fullshard.planner.machines import Machine
 from fullshard.planner.step_trace import Segment, TracedModel
-from fullshard.planner.traffic import Ring, ring_along, unit_traffic, units_without_backward
+from fullshard.planner.traffic import (
+    LayerExchanges,
+    Ring,
+    Rings,
+    all_to_all,
+    ring_along,
+    unit_traffic,
+    units_without_backward,
+)
+from fullshard.planner.unit_memory import units_by_layer
 
 
 @dataclass
@@ -35,13 +44,17 @@ class Stage:
     """Gathering its parameters, which must come before its compute."""
     leaves: float = 0.0
     """Reducing its gradients, which must come after it."""
+    between: float = 0.0
+    """Sums of activations between the ranks of tensor parallelism, for which compute waits."""
     bus: float = 0.0
     """Moving activations to or from the host, beside its compute."""
+    tokens: float = 0.0
+    """Sending tokens to experts on other ranks and back, which its compute waits for."""
 
     @property
     def compute(self) -> float:
-        """Seconds of the device."""
-        return max(self.products + self.memory, self.bus)
+        """Seconds of the device, with those in which it waits for activations and tokens of other ranks."""
+        return max(self.products + self.memory + self.between, self.bus) + self.tokens
 
 
 def micro_batch_seconds(
@@ -118,6 +131,8 @@ class StepOptions:
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
     optimizer_state: int = 0
     """Bytes of optimizer state on one rank."""
+    between: LayerExchanges | None = None
+    """What tensor parallelism exchanges."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +185,10 @@ class TracedStep(TracedModel):
         """Floating-point operations of one micro-batch."""
         return self._sum(lambda segment: segment.flops)
 
+    def tokens_sent(self) -> int:
+        """Bytes of tokens that one micro-batch sends to experts on other ranks, and back."""
+        return self._sum(lambda segment: segment.tokens_sent)
+
     def recomputed(self) -> int:
         """Those of them that repeat what forward has computed."""
         return self._sum(lambda segment: segment.recomputed)
@@ -210,7 +229,9 @@ def estimate_time(
     clock = _Clock(plan, machine, step, options)
     forward, backward = clock.forward(), clock.backward()
     stages = (*forward, *backward)
-    products, memory, compute = (sum(getattr(s, part) for s in stages) for part in ("products", "memory", "compute"))
+    products, memory, exchanged, tokens, compute = (
+        sum(getattr(s, part) for s in stages) for part in ("products", "memory", "between", "tokens", "compute")
+    )
     prefetch = (options.forward_prefetch, options.backward_prefetch)
     synced = micro_batch_seconds(forward, backward, *prefetch)
     between = synced if options.sync_each_batch else micro_batch_seconds(forward, backward, *prefetch, reduces=False)
@@ -219,14 +240,16 @@ def estimate_time(
     parts = {
         "matrix products and attention": many * products,
         "memory-bound operations": many * memory,
-        "waiting for activations from the host": many * (compute - products - memory),
+        "sums of activations between ranks": many * exchanged,
+        "sending tokens to experts": many * tokens,
+        "waiting for activations from the host": many * (compute - products - memory - exchanged - tokens),
         "waiting for communication": device - many * compute,
         "waiting for the host to issue work": max(0.0, many * clock.host_seconds() - device),
         "optimizer and clipping": clock.optimizer_seconds(),
     }
     return StepTime(
         {part: seconds for part, seconds in parts.items() if seconds > 1e-9},
-        tokens=batch.tokens * many * math.prod(size for _, size in plan.axes),
+        tokens=batch.tokens * many * plan.data_size,
         flops=step.flops() * many,
         assumptions=tuple(clock.assumptions()),
     )
@@ -238,11 +261,12 @@ class _Clock:
     def __init__(self, plan: ShardingPlan, machine: Machine, step: TracedStep, options: StepOptions) -> None:
         self.plan, self.machine, self.step, self.options = plan, machine, step, options
         direct = machine.kind == "cpu"
-        self.shards = ring_along(plan, ("fsdp",), machine.gpus_per_node, direct)
-        self.replicas = ring_along(plan, plan.replica_axes, machine.gpus_per_node, direct)
+        self.rings = Rings(plan, machine.gpus_per_node, direct)
+        self.experts = all_to_all(plan.expert_axes, machine.gpus_per_node) if plan.expert_axes else Ring(1)
+        self.along_tp = ring_along(plan.axes, ("tp",), machine.gpus_per_node)
         self.rate = rate_of(machine, options.dtype)
         self.bandwidth = machine.memory_bandwidth * MEMORY
-        self.units = _units_by_layer(plan, step.layers)
+        self.units = units_by_layer(plan, step.layers)
         keeps = ShardingStrategy[plan.strategy].keeps_after_forward
         kept = {plan.units[0].name, *units_without_backward(plan)}
         self.gathered_again = {u.name for u in plan.units if not keeps and u.name not in kept}
@@ -282,9 +306,10 @@ class _Clock:
         if weights.fp8 and "float8" in self.machine.flops:  # at a rate of their own
             fp8 = 2 * tokens * weights.fp8 * passes
             stage.products += fp8 / (self.machine.flops["float8"] * FP8_PRODUCTS) - fp8 / (self.rate * PRODUCTS)
-        # 4-bit weights are written out in 16 bits for a product.
-        stage.memory += passes * 2.5 * weights.four_bit / self.bandwidth
+        # Weights in few bits are written out in 16 bits for a product.
+        stage.memory += passes * (2.5 * weights.four_bit + unpacked_bytes(units)) / self.bandwidth
         stage.bus = self._bus(step.moved_input(index))
+        stage.between = self._between(name, moment)
         self._gather(stage, gathered)
         if moment == "backward":
             self._reduce(stage, units)
@@ -295,13 +320,15 @@ class _Clock:
         at_full_rate = sum(
             count / SHARES[kind] for s in segments for kind, count in (s.kinds or {PLAIN: s.flops}).items()
         )
-        return Stage(products=at_full_rate / self.rate, memory=moved / self.bandwidth)
+        tokens = self._link(sum(s.tokens_sent for s in segments), self.experts)
+        return Stage(products=at_full_rate / self.rate, memory=moved / self.bandwidth, tokens=tokens)
 
     def _gather(self, stage: Stage, units: Sequence[UnitPlan]) -> None:
         """Add what gathering units costs."""
         for unit in units:
-            sends = unit_traffic(unit, self.shards, self.replicas)
-            stage.arrives += self._link(sends.gather, self.shards)
+            shards, replicas = self.rings.of(unit)
+            sends = unit_traffic(unit, shards, replicas)
+            stage.arrives += self._link(sends.gather, shards)
             stage.arrives += self._bus(sends.from_host)
             cast = [p for p in unit.parameters if p.dtype != p.compute_dtype]
             moved = sum(math.prod(p.piece) * (item_size(p.dtype) + item_size(p.compute_dtype)) for p in cast)
@@ -310,8 +337,9 @@ class _Clock:
     def _reduce(self, stage: Stage, units: Sequence[UnitPlan]) -> None:
         """Add what reducing the gradients of units costs: they are cast, summed, and added to those of the shards."""
         for unit in units:
-            sends = unit_traffic(unit, self.shards, self.replicas)
-            stage.leaves += self._link(sends.reduce, self.shards) + self._link(sends.replicas, self.replicas)
+            shards, replicas = self.rings.of(unit)
+            sends = unit_traffic(unit, shards, replicas)
+            stage.leaves += self._link(sends.reduce, shards) + self._link(sends.replicas, replicas)
             stage.leaves += self._bus(sends.to_host)
             trained = [p for p in unit.parameters if p.trainable]
             moved = sum(math.prod(p.whole) * (item_size(p.compute_dtype) + item_size(p.reduce_dtype)) for p in trained)
@@ -326,6 +354,16 @@ class _Clock:
         inside = sent * (1 - ring.crossing) / self.machine.node_link
         across = sent * ring.crossing / self.machine.network
         return max(inside, across) / LINK + ring.size * HOP
+
+    def _between(self, layer: str, moment: str) -> float:
+        """Seconds of the sums at the borders inside a layer; those of a layer that is recomputed come again."""
+        between = self.options.between
+        if between is None:
+            return 0.0
+        names = between.inside(layer)
+        seconds = sum(self._link(between.sent(name, moment, self.along_tp), self.along_tp) for name in names)
+        again = between.recomputed(self.along_tp, layer) if moment == "backward" and layer in between.levels else 0
+        return seconds + self._link(again, self.along_tp)
 
     def _bus(self, count: int) -> float:
         """Seconds of a copy between device and host."""
@@ -389,6 +427,8 @@ def packed_weights(units: Iterable[UnitPlan]) -> PackedWeights:
         names = {name for p in unit.parameters for name in p.names}
         for p in unit.parameters:
             owner, _, part = p.name.rpartition(".")
+            if p.form:
+                continue  # see `unpacked_bytes`
             if f"{owner}.scales" in names:
                 fp8 += math.prod(p.shape) * (part == "packed")
             elif part == "packed" or f"{p.name}_absmax" in names:  # of a layer, of fused experts
@@ -396,12 +436,6 @@ def packed_weights(units: Iterable[UnitPlan]) -> PackedWeights:
     return PackedWeights(four_bit, fp8)
 
 
-def _units_by_layer(plan: ShardingPlan, layers: Sequence[str]) -> dict[str, list[UnitPlan]]:
-    """The units that are gathered for each layer; under the empty name those around the layers."""
-    units: dict[str, list[UnitPlan]] = {layer: [] for layer in ("", *layers)}
-    for unit in plan.units:
-        owner = unit.name
-        while owner not in units:  # a unit inside a layer
-            owner = owner.rpartition(".")[0]
-        units[owner].append(unit)
-    return units
+def unpacked_bytes(units: Iterable[UnitPlan]) -> int:
+    """Bytes that are read and written when the weights of units in a released model's formats are unpacked once."""
+    return sum(2 * p.weights + math.prod(p.whole) for unit in units for p in unit.parameters if p.form)

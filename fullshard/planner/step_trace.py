@@ -37,6 +37,8 @@ class Segment:
     nothing is said."""
     recomputed: int = 0
     """Of `flops`: those that repeat what forward has computed."""
+    tokens_sent: int = 0
+    """Bytes of tokens that are sent to experts on other ranks, and back."""
 
 
 @dataclass(frozen=True)

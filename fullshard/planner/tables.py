@@ -159,16 +159,22 @@ def _print_numbers(estimate: Estimate, console: Console) -> None:
 def summary(estimate: Estimate) -> dict[str, str]:
     """What was planned."""
     machine, batch = estimate.machine, estimate.batch
-    mesh = " × ".join(f"{size} {name}" for name, size in estimate.plan.axes)
+    mesh, experts = (
+        " × ".join(f"{size} {name}" for name, size in axes) for axes in (estimate.plan.axes, estimate.plan.expert_axes)
+    )
+    of_experts = f"; experts on {experts}" if experts else ""
     packed = "packed " if batch.packed else ""
     micro = f" × {batch.accumulation} micro-batches" if batch.accumulation > 1 else ""
-    ranks = f" × {machine.num_processes} devices" if machine.num_processes > 1 else ""
+    groups, ranks = estimate.plan.data_size, ""
+    if machine.num_processes > 1:
+        each = machine.num_processes // groups
+        ranks = f" × {groups} devices" if each == 1 else f" × {groups} groups of {each} devices"
     return {
         "model": f"{estimate.model}: {count_text(estimate.parameters)} parameters, "
         f"{count_text(estimate.trained)} trained",
         "machine": f"{machine}; {memory_size(machine.device_memory)} per device, "
         f"{memory_size(machine.host_memory)} of host memory per node",
-        "sharding": f"{estimate.plan.strategy} on {mesh}, {len(estimate.plan.units)} units",
+        "sharding": f"{estimate.plan.strategy} on {mesh}{of_experts}, {len(estimate.plan.units)} units",
         "batch": f"{batch.rows} {packed}rows × {batch.length:,} tokens{micro}{ranks}: {estimate.tokens:,} tokens",
         "layers": describe_levels(estimate.levels),
     }

@@ -20,8 +20,10 @@ from fullshard.config.errors import CapacityError, first_line
 from fullshard.device import accelerator
 from fullshard.device.torch_private import storage_id, version_of
 from fullshard.fsdp.compile import norms_between
+from fullshard.fsdp.local_axes import slice_shape
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.models.attention_masks import known_rows
+from fullshard.models.experts import dispatch_of
 from fullshard.models.kernels_on_meta import WORKSPACES, device_kernels, product_workspace
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallel.settings import EngineSettings
@@ -135,7 +137,7 @@ def _unread_tokens(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered_dtypes(model: nn.Module, precision: MixedPrecision) -> Iterator[None]:
-    """Inside, parameters have the dtypes of gathered values, and no gradients."""
+    """Inside, parameters have the dtypes of gathered values, and the shapes of slices, and no gradients."""
     parameters = list(model.parameters())
     before = [(p, p.data, p.grad) for p in parameters]
     try:
@@ -143,6 +145,8 @@ def _gathered_dtypes(model: nn.Module, precision: MixedPrecision) -> Iterator[No
             p.grad = None
             if p.dtype != (dtype := precision.computed(p.dtype)):
                 p.data = p.data.to(dtype)
+            if p.is_meta and p.shape != (shape := slice_shape(p)):
+                p.data = p.data.new_empty(shape)
         yield
     finally:
         for p, data, grad in before:
@@ -200,8 +204,12 @@ class _Step:
             else:
                 pause = self.trace.paused
                 self.calls = {name: CompiledCall(planned.model, layer, pause) for name, layer in layers.items()}
-        self.marks: list[tuple[str, str, Mark, int]] = []
-        """Where each segment begins: unit, moment, and the bytes of gradients so far."""
+        self.marks: list[tuple[str, str, Mark, int, int]] = []
+        """Where each segment begins: unit, moment, and the bytes so far of gradients and of tokens sent to experts."""
+        dispatches = (dispatch_of(module) for module in planned.model.modules())
+        self.links = [dispatch.link for dispatch in dispatches if dispatch is not None]
+        for link in self.links:
+            link.meter.reset()
         self.gradients = 0
         self.counted: set[int] = set()
         """The storages of gradients so far."""
@@ -226,7 +234,12 @@ class _Step:
             yield
 
     def begin(self, unit: str) -> None:
-        self.marks.append((unit, self.moment, self.trace.mark(), self.gradients))
+        self.marks.append((unit, self.moment, self.trace.mark(), self.gradients, self.tokens_sent))
+
+    @property
+    def tokens_sent(self) -> int:
+        """Bytes of tokens that were sent to experts on other ranks so far, and back."""
+        return sum(link.meter.bytes_sent for link in self.links)
 
     def run(self, batch: BatchShape) -> StepTrace:
         model = self.planned.model
@@ -335,11 +348,14 @@ class _Step:
         embedded = [] if self.embedded is None else [self.embedded]
         numbers = {self.trace.number_of(t) for t in (*grads, *recorded, *embedded)}
         lasting = {number: size for number, size in self.trace.living().items() if number not in numbers}
-        following = [*self.marks[1:], ("", "", end, self.gradients)]
+        following = [*self.marks[1:], ("", "", end, self.gradients, self.tokens_sent)]
         segments = []
-        for (unit, moment, start, before), (_, _, stop, after) in zip(self.marks, following, strict=True):
+        for (unit, moment, start, before, sent), (_, _, stop, after, sent_then) in zip(
+            self.marks, following, strict=True
+        ):
             peak, kept = self.trace.usage(start, stop, lasting)
             segment = _segment(unit, moment, peak, kept, after - before, stop.work - start.work)
+            segment = dataclasses.replace(segment, tokens_sent=sent_then - sent)
             if unit in self.calls:
                 segment = self._of_graph(unit, moment)
             if unit or any((segment.peak, segment.kept, segment.flops, segment.read_write)):

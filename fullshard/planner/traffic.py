@@ -7,14 +7,16 @@ Gloo. `fsdp/counters.py` counts the same bytes while a run sends them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from fullshard.activations.levels import MLPS, Level
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan, item_size
 from fullshard.fsdp.point_to_point import SMALL_SUM
 from fullshard.fsdp.strategy import ShardingStrategy
+from fullshard.parallel.tensor_plan import Exchange
 
 METRICS = 6
 """Values of 8 bytes that the ranks add up in each step: loss, measurements, floating-point operations."""
@@ -39,6 +41,38 @@ class Traffic:
     def sent(self) -> int:
         """To all other devices."""
         return sum(self.inside.values()) + sum(self.across.values())
+
+
+@dataclass(frozen=True)
+class LayerExchanges:
+    """What tensor parallelism exchanges in a micro-batch."""
+
+    layers: Mapping[str, Exchange]
+    tokens: int
+    item: int
+    """Bytes of an element of an activation."""
+    levels: Mapping[str, Level]
+    """What each layer that can be recomputed keeps for backward."""
+
+    def sent(self, name: str, moment: str, ring: Ring) -> int:
+        """Bytes that a rank sends at the borders of a layer."""
+        return exchange_bytes(self.layers[name], self.tokens, self.item, ring, moment)
+
+    def inside(self, layer: str) -> list[str]:
+        """The names of what is exchanged inside a layer."""
+        return [name for name in self.layers if name.startswith(f"{layer}.")]
+
+    def recomputed(self, ring: Ring, layer: str | None = None) -> int:
+        """Bytes that a rank sends again because layers are recomputed, or one of them."""
+        total = 0
+        for name, level in self.levels.items() if layer is None else [(layer, self.levels[layer])]:
+            again = [
+                one for one in self.inside(name)
+                if level >= Level.RECOMPUTE
+                or (level is Level.RECOMPUTE_MLP and one.removeprefix(f"{name}.").split(".")[0] in MLPS)
+            ]  # fmt: skip
+            total += sum(self.sent(one, "forward", ring) for one in again)
+        return total
 
 
 @dataclass(frozen=True)
@@ -70,13 +104,29 @@ class Ring:
         return (count + (self.size - 2) * -(-count // self.size)) * item  # the first slices are the longest
 
 
-def ring_along(plan: ShardingPlan, axes: Collection[str], gpus_per_node: int, direct: bool = False) -> Ring:
-    """The ring of the first rank along some axes of the plan's mesh, whose ranks fill one node after the other."""
-    shape = [size for _, size in plan.axes]
+Axes = tuple[tuple[str, int], ...]
+"""The axes of a mesh and their sizes."""
+
+
+def ring_along(axes: Axes, names: Collection[str], gpus_per_node: int, direct: bool = False) -> Ring:
+    """The ring of the first rank along some axes of a mesh, whose ranks fill one node after the other."""
+    nodes = _ranks_along(axes, names) // gpus_per_node
+    return Ring(len(nodes), float(np.mean(nodes != np.roll(nodes, 1))), direct)
+
+
+def all_to_all(axes: Axes, gpus_per_node: int) -> Ring:
+    """The ranks of `ep`, each of which sends to all others: `crossing` is the share of these on other nodes."""
+    nodes = _ranks_along(axes, ("ep",)) // gpus_per_node
+    return Ring(len(nodes), float(np.mean(nodes[1:] != nodes[0])) if len(nodes) > 1 else 0.0)
+
+
+def _ranks_along(axes: Axes, names: Collection[str]) -> np.ndarray:
+    """The ranks that differ from the first one only along some axes. Those of `ep` are consecutive."""
+    order = sorted(axes, key=lambda axis: axis[0] == "ep")
+    shape = [size for _, size in order]
     ranks = np.arange(math.prod(shape)).reshape(shape)
-    ranks = ranks[tuple(slice(None) if name in axes else 0 for name, _ in plan.axes)].reshape(-1)
-    nodes = ranks // gpus_per_node
-    return Ring(len(ranks), float(np.mean(nodes != np.roll(nodes, 1))), direct)
+    ranks = ranks[tuple(slice(None) if name in names else 0 for name, _ in order)]
+    return ranks.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -95,6 +145,25 @@ class UnitTraffic:
     """With offload, each time that it is gathered."""
     to_host: int
     """With offload, each time that its gradients are reduced."""
+
+
+class Rings:
+    """The rings of a plan's units: along `fsdp` and over the replicas, on the mesh of each."""
+
+    def __init__(self, plan: ShardingPlan, gpus_per_node: int, direct: bool = False) -> None:
+        self._plan, self._gpus_per_node, self._direct = plan, gpus_per_node, direct
+        self._known: dict[Axes, tuple[Ring, Ring]] = {}
+
+    def of(self, unit: UnitPlan) -> tuple[Ring, Ring]:
+        """The ring of a unit's shards, and that of its replicas."""
+        axes = unit.axes or self._plan.axes
+        if axes not in self._known:
+            shards, replicas = (
+                ring_along(axes, names, self._gpus_per_node, self._direct)
+                for names in (("fsdp",), self._plan.replica_axes)
+            )
+            self._known[axes] = shards, replicas
+        return self._known[axes]
 
 
 def unit_traffic(unit: UnitPlan, shards: Ring, replicas: Ring) -> UnitTraffic:
@@ -134,6 +203,12 @@ def _reduction(unit: UnitPlan, trained: Sequence[ParameterPlan], shards: Ring, r
     )
 
 
+def exchange_bytes(one: Exchange, tokens: int, item: int, ring: Ring, moment: str) -> int:
+    """Bytes that a rank sends at the borders of a layer, forward or backward, for so many tokens."""
+    summed, gathered = one[:2][moment == "backward"], one[2:][moment == "backward"]
+    return ring.sum(tokens * summed, item) + ring.gather(tokens * gathered // ring.size * item)
+
+
 def units_without_backward(plan: ShardingPlan) -> frozenset[str]:
     """The units that backward does not reach, as far as the plan tells: those before the first one that trains, if the
     parameters around them (embeddings) are frozen."""
@@ -152,17 +227,19 @@ def step_traffic(
     tokens: int = 0,
     direct: bool = False,
     without_backward: frozenset[str] | None = None,
+    between: LayerExchanges | None = None,
+    tokens_sent: int = 0,
 ) -> Traffic:
     """The traffic of one step.
 
     Each micro-batch gathers every unit for forward, and again for backward unless the strategy keeps it; recomputing
     activations gathers nothing twice. `tokens` are those of a micro-batch: what they read from an embedding in host
-    memory crosses the bus. `direct` is for ranks that send each other messages (CPUs).
+    memory crosses the bus. `direct` is for ranks that send each other messages (CPUs), `between` what the ranks of
+    tensor parallelism exchange, and `tokens_sent` the bytes of tokens that a micro-batch sends to experts on other
+    ranks, and back.
     """
-    shards, replicas, world = (
-        ring_along(plan, axes, gpus_per_node, direct)
-        for axes in (("fsdp",), plan.replica_axes, [name for name, _ in plan.axes])
-    )
+    world = ring_along(plan.axes, [name for name, _ in plan.axes], gpus_per_node, direct)
+    rings = Rings(plan, gpus_per_node, direct)
     skipped = units_without_backward(plan) if without_backward is None else without_backward
     again = not ShardingStrategy[plan.strategy].keeps_after_forward
     reductions = accumulation if sync_each_batch else 1
@@ -176,6 +253,7 @@ def step_traffic(
     from_host = accumulation * tokens * sum(_row_bytes(p) for unit in plan.units for p in unit.parameters if p.on_host)
     to_host, units = 0, dict[str, int]()
     for unit in plan.units:
+        shards, replicas = rings.of(unit)
         sends = unit_traffic(unit, shards, replicas)
         backward = accumulation * (again and unit is not plan.units[0] and unit.name not in skipped)
         add("gather forward", shards, accumulation * sends.gather)
@@ -187,10 +265,27 @@ def step_traffic(
         units[unit.name] += reductions * (sends.reduce + sends.flags + sends.replicas)
         from_host += (accumulation + backward) * sends.from_host
         to_host += reductions * sends.to_host
-    for axes in sorted({_split_over(p) for unit in plan.units for p in unit.parameters if p.trainable}):
+    for unit in plan.units:
+        for axes in sorted({p.summed_axes for p in unit.parameters if p.trainable and p.summed_axes}):
+            along = ring_along(plan.axes, axes, gpus_per_node, direct)
+            for dtype in {p.reduce_dtype for p in unit.parameters}:
+                terms = [p for p in unit.parameters if p.trainable and (p.summed_axes, p.reduce_dtype) == (axes, dtype)]
+                count = sum(math.prod(p.piece) for p in terms)
+                add("terms of gradients", along, reductions * along.sum(count, item_size(dtype)))
+    if between is not None:
+        along = ring_along(plan.axes, ("tp",), gpus_per_node)
+        for moment in ("forward", "backward"):
+            one_batch = sum(between.sent(name, moment, along) for name in between.layers)
+            one_batch += between.recomputed(along) if moment == "backward" else 0
+            add(f"between layers {moment}", along, accumulation * one_batch)
+    for mesh, axes in sorted(
+        {(u.axes or plan.axes, _split_over(p)) for u in plan.units for p in u.parameters if p.trainable}
+    ):
         for axis in axes:
-            along = ring_along(plan, (axis,), gpus_per_node)
+            along = ring_along(mesh, (axis,), gpus_per_node)
             add("clipping", along, along.sum(1, 8))
+    if plan.expert_axes:
+        add("tokens to experts", all_to_all(plan.expert_axes, gpus_per_node), accumulation * tokens_sent)
     whole = Ring(world.size, world.crossing)
     add("metrics", whole, whole.sum(METRICS, 8))
     across = {kind: round(count) for kind, count in crossing.items()}

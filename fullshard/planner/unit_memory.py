@@ -7,8 +7,8 @@ the rank that holds the most. Units that differ in names only are counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,11 @@ class Transport:
         replicas = math.prod(sizes[axis] for axis in plan.replica_axes)
         # On the CPU host memory is the device's memory.
         return cls(accelerator, point_to_point, plan.trains_on_host and accelerator, sizes["fsdp"], replicas)
+
+    def on(self, axes: tuple[tuple[str, int], ...]) -> Transport:
+        """The same on another mesh of the same ranks; on the same one without axes."""
+        sizes = dict(axes)
+        return replace(self, ranks=sizes["fsdp"], replicas=sizes.get("replica", 1)) if axes else self
 
     def rounded(self, size: int) -> int:
         """A size as the device's allocator rounds it up."""
@@ -92,6 +97,11 @@ class UnitMemory:
     def pieces(self) -> int:
         """Gradients in the dtype of the shards."""
         return sum(self.transport.tensor(p.piece, p.dtype) for p in self.trained)
+
+    @cached_property
+    def left_by_backward(self) -> int:
+        """Whole gradients as backward leaves them."""
+        return sum(self.transport.tensor(p.whole, p.compute_dtype) for p in self.trained)
 
     # --- gathered values ----------------------------------------------------------------------------------------------
 
@@ -260,7 +270,7 @@ def signature(unit: UnitPlan) -> Any:
         )
         for p in unit.parameters
     )
-    return parameters, tuple(_outline(b) for b in buckets)
+    return parameters, tuple(_outline(b) for b in buckets), unit.axes
 
 
 def _outline(bucket: Bucket | None) -> Any:
@@ -270,4 +280,17 @@ def _outline(bucket: Bucket | None) -> Any:
 def units_of(plan: ShardingPlan, transport: Transport) -> dict[str, UnitMemory]:
     """The memory of every unit by its name."""
     by_kind: dict[Any, UnitMemory] = {}
-    return {unit.name: by_kind.setdefault(signature(unit), UnitMemory(unit, transport)) for unit in plan.units}
+    return {
+        unit.name: by_kind.setdefault(signature(unit), UnitMemory(unit, transport.on(unit.axes))) for unit in plan.units
+    }
+
+
+def units_by_layer(plan: ShardingPlan, layers: Sequence[str]) -> dict[str, list[UnitPlan]]:
+    """The units that are gathered for each layer; under the empty name those around the layers."""
+    units: dict[str, list[UnitPlan]] = {layer: [] for layer in ("", *layers)}
+    for unit in plan.units:
+        owner = unit.name
+        while owner not in units:  # a unit inside a layer
+            owner = owner.rpartition(".")[0]
+        units[owner].append(unit)
+    return units

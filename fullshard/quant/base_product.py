@@ -8,6 +8,7 @@ Python objects: a kind, and the numbers that the tensors do not tell, separated 
 | `dense` | weight [out, in] |
 | `nf4:64:4096x14336`, `fp4:…` | packed, absmax and, with double quantization, nested (blocks of 64, [out, in]) |
 | `fp8` | packed [out, in], scales [out, 4], both as bytes |
+| `stored:e4m3:128x128:float32:::1x1x4096x14336`, … | the parts of a released model's weight (`stored_format.py`) |
 
 A new kind of storage adds an entry to `KINDS`, and its layer a method `base_form`.
 """
@@ -15,6 +16,7 @@ A new kind of storage adds an entry to `KINDS`, and its layer a method `base_for
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -22,6 +24,8 @@ import torch
 from torch import nn
 
 from fullshard.quant import fp8, workspace
+from fullshard.quant.stored_format import Coding, Tile
+from fullshard.quant.stored_values import decode
 
 Tensors = Sequence[torch.Tensor]
 Prepared: TypeAlias = torch.Tensor | fp8.Input
@@ -82,15 +86,8 @@ class Dense:
         return torch.mm(dy, tensors[0], out=out)
 
 
-class FourBit(Dense):
-    """A 4-bit weight, which is dequantized for each product."""
-
-    def __init__(self, quant_type: str) -> None:
-        self.quant_type = quant_type
-
-    def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
-        rows, _, columns = arguments[1].partition("x")
-        return int(rows), int(columns)
+class Dequantized(Dense):
+    """A weight that is dequantized for each product."""
 
     def product(
         self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
@@ -109,10 +106,43 @@ class FourBit(Dense):
         self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
     ) -> contextlib.AbstractContextManager[torch.Tensor]:
         """The weight [out, in] for one product, which is inside."""
+        raise NotImplementedError
+
+
+class FourBit(Dequantized):
+    """A 4-bit weight of bitsandbytes."""
+
+    def __init__(self, quant_type: str) -> None:
+        self.quant_type = quant_type
+
+    def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
+        rows, _, columns = arguments[1].partition("x")
+        return int(rows), int(columns)
+
+    def _dequantized(
+        self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
         packed, absmax, nested = (*tensors, None)[:3]
         assert packed is not None and absmax is not None
         shape = self.shape(arguments, tensors)
         return workspace.dequantized(packed, absmax, nested, shape, int(arguments[0]), self.quant_type, dtype)
+
+
+class Stored(Dequantized):
+    """A weight of a released model, as its files store it."""
+
+    def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
+        _, joined, rows, columns = map(int, arguments[-1].split("x"))
+        return joined * rows, columns
+
+    def _dequantized(
+        self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        *coding, shape = arguments
+        _, joined, rows, columns = map(int, shape.split("x"))
+        tile = Tile(joined, rows, columns)
+        fill = functools.partial(decode, Coding.parse(*coding), tensors, tile)
+        return workspace.filled((joined * rows, columns), dtype, tensors[0].device, fill)
 
 
 class FP8:
@@ -138,7 +168,13 @@ class FP8:
         return fp8.grad_input([fp8.Weight(*tensors)], [dy], out, accumulate)
 
 
-KINDS: dict[str, Kind] = {"dense": Dense(), "nf4": FourBit("nf4"), "fp4": FourBit("fp4"), "fp8": FP8()}
+KINDS: dict[str, Kind] = {
+    "dense": Dense(),
+    "nf4": FourBit("nf4"),
+    "fp4": FourBit("fp4"),
+    "fp8": FP8(),
+    "stored": Stored(),
+}
 
 
 def base_form(layer: nn.Module) -> BaseForm | None:

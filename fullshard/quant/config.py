@@ -11,6 +11,7 @@ import torch
 from fullshard.config.errors import ConfigError, QuantizationError
 from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.quant.sharded_groups import Scheme
+from fullshard.quant.shipped import METHODS, Shipped, quant_method
 
 _KNOWN = {
     "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "llm_int8_skip_modules", "bnb_4bit_compute_dtype",
@@ -40,8 +41,9 @@ class Quantization:
         method = getattr(method, "value", method)
         if method not in (None, "bitsandbytes") or not fields:
             raise QuantizationError(
-                f"quantization by {method or type(config).__name__} is not supported; give the model before "
-                f'quantization, and pass BitsAndBytesConfig(load_in_4bit=True, …) or "fp8"'
+                f"quantization by {method or type(config).__name__} is not supported; expected "
+                f"{', '.join(METHODS)} or bitsandbytes in 4 bits, or the model before quantization with "
+                f'BitsAndBytesConfig(load_in_4bit=True, …) or "fp8"'
             )
         if unknown := sorted(set(fields) - _KNOWN):
             raise QuantizationError(
@@ -53,7 +55,8 @@ class Quantization:
             raise QuantizationError("load_in_4bit and load_in_8bit are both set; choose one of them (4-bit)")
         if eight:
             raise QuantizationError(
-                "8-bit weights are not supported yet; use load_in_4bit=True, or load the model without quantization"
+                "bitsandbytes' 8-bit weights (load_in_8bit) are not supported: their outlier columns are chosen anew "
+                'for each input, in 16 bits; use load_in_4bit=True, or the model before quantization with "fp8"'
             )
         if not four:
             raise QuantizationError("the quantization configuration has no load_in_4bit=True, so it quantizes nothing")
@@ -80,6 +83,11 @@ class Quantization:
             bnb_4bit_compute_dtype=self.compute_dtype,
             llm_int8_skip_modules=list(self.skip) or None,
         )
+
+
+def check_quantization(config: Any) -> None:
+    """Raise `QuantizationError` for a model's `quantization_config` that is not supported."""
+    _ = Shipped.of(config) if quant_method(config) in METHODS else Quantization.of(config)
 
 
 # --- the training script's options ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`FusedWeight`: the 4-bit weights of all experts, seen as one dense tensor, and products with them.
+"""`FusedWeight`: the quantized weights of all experts, seen as one dense tensor, and products with them.
 
 A module's forward either indexes one expert (`weight[i]`) and multiplies, or passes the whole weight to a grouped
 matmul with tokens sorted by expert. Both dequantize one expert at a time, in forward and again in backward. Any other
@@ -22,11 +22,10 @@ from fullshard.device.torch_private import (
     tree_leaves,
     tree_map,
 )
-from fullshard.quant import sharded_groups, workspace
 from fullshard.quant.expert_adapters import Adapters
+from fullshard.quant.grouped_product import Stack
 from fullshard.quant.ops import without_autocast
 from fullshard.quant.quantized_linear import ReadOnlyWeight, read_only_error
-from fullshard.quant.sharded_groups import Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
 
 METADATA = {
@@ -39,9 +38,8 @@ METADATA = {
 
 
 class QuantizedExperts(Protocol):
-    """The module that owns a `FusedWeight`; `NF4Experts` implements it."""
+    """The module that owns a `FusedWeight`; `PackedExperts` implements it."""
 
-    scheme: Scheme
     fused: dict[str, tuple[int, int, int]]
     adapters: Adapters
 
@@ -49,11 +47,14 @@ class QuantizedExperts(Protocol):
     def product_dtype(self) -> torch.dtype:
         """The dtype that products are computed in."""
 
-    def parts(self, name: str) -> Parts:
-        """The sharded tensors of a quantized weight."""
+    def expert_stack(self, name: str) -> Stack:
+        """A weight for grouped products."""
 
-    def whole_parts(self, name: str) -> Parts:
-        """The gathered tensors of a quantized weight."""
+    def whole_stack(self, name: str) -> Stack:
+        """The same, of plain tensors."""
+
+    def is_swapped(self, name: str) -> bool:
+        """Whether the matrices of a weight are stored transposed."""
 
     def dequantize(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense values of a quantized weight."""
@@ -94,15 +95,17 @@ class FusedWeight(ReadOnlyWeight):
 
     def dense(self) -> torch.Tensor:
         """The dequantized values without adapters."""
-        stack = self.experts.fused[self.key]
         if self.index is None:
             values = self.experts.dequantize(self.key, self.dtype)
-        else:
-            parts = sharded_groups.matrix_of(
-                self.experts.whole_parts(self.key), self.index, stack[1:], self.experts.scheme
-            )
-            values = sharded_groups.dense(parts, stack[1:], self.experts.scheme, self.dtype)
-        return values.transpose(-2, -1) if self.swapped else values
+            return values.transpose(-2, -1) if self.swapped else values
+        with self.experts.whole_stack(self.key).dense_matrix(self.index, self.dtype) as matrix:
+            values = matrix.clone()
+        return values.transpose(-2, -1) if self.stack_swapped else values
+
+    @property
+    def stack_swapped(self) -> bool:
+        """Whether rows and columns are those of the stored matrices, exchanged."""
+        return self.swapped != self.experts.is_swapped(self.key)
 
     def adapted(self) -> torch.Tensor:
         """The dequantized values with active adapters added."""
@@ -211,10 +214,8 @@ def product(x: torch.Tensor, weight: FusedWeight, ends: Sequence[int] | None = N
     else:
         starts = [0, *(ends or ())]
         segments = [(i, a, b) for i, (a, b) in enumerate(itertools.pairwise(starts)) if a < b]
-    parts = weight.experts.parts(weight.key)
-    tensors = (parts["packed"], parts["absmax"], parts.get("nested"))
-    stack, scheme = weight.experts.fused[weight.key], weight.experts.scheme
-    out: torch.Tensor = _Product.apply(rows, *tensors, segments, stack[1:], weight.swapped, scheme)
+    form, tensors = weight.experts.expert_stack(weight.key)
+    out: torch.Tensor = _Product.apply(rows, segments, weight.stack_swapped, form, *tensors)
     for left, right, scale, _ in weight.experts.adapters.get(weight.key, ()):
         if weight.swapped:
             left, right = right.transpose(1, 2), left.transpose(1, 2)
@@ -237,27 +238,23 @@ class _Product(torch.autograd.Function):
     """The product with packed weights, one expert at a time."""
 
     @staticmethod
-    def forward(ctx, x, packed, absmax, nested, segments, shape, swapped, scheme):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(packed, absmax, nested)
-        ctx.layout = segments, shape, swapped, scheme
-        return _multiply(x, (packed, absmax, nested), segments, shape, swapped, scheme)
+    def forward(ctx, x, segments, swapped, form, *tensors):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*tensors)
+        ctx.layout = segments, swapped, form
+        return _multiply(x, Stack(form, tensors), segments, swapped)
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-        segments, shape, swapped, scheme = ctx.layout
-        dx = _multiply(grad_out, ctx.saved_tensors, segments, shape, not swapped, scheme)
-        return dx, None, None, None, None, None, None, None
+        segments, swapped, form = ctx.layout
+        stack = Stack(form, ctx.saved_tensors)
+        return _multiply(grad_out, stack, segments, not swapped), *[None] * (3 + len(stack.tensors))
 
 
-def _multiply(
-    x: torch.Tensor, tensors: Any, segments: Segments, shape: tuple[int, ...], swapped: bool, scheme: Scheme
-) -> torch.Tensor:
-    parts = {name: part for name, part in zip(("packed", "absmax", "nested"), tensors, strict=True) if part is not None}
-    out = x.new_zeros(len(x), shape[0] if swapped else shape[1])
+def _multiply(x: torch.Tensor, stack: Stack, segments: Segments, swapped: bool) -> torch.Tensor:
+    _, rows, columns = stack.shape
+    out = x.new_zeros(len(x), rows if swapped else columns)
     with without_autocast(x.device):
         for i, a, b in segments:
-            own = sharded_groups.matrix_of(parts, i, shape, scheme)
-            own_parts = own["packed"], own["absmax"], own.get("nested")
-            with workspace.dequantized(*own_parts, shape, scheme.blocksize, scheme.quant_type, x.dtype) as matrix:
+            with stack.dense_matrix(i, x.dtype) as matrix:
                 torch.mm(x[a:b], matrix.T if swapped else matrix, out=out[a:b])
     return out

@@ -7,16 +7,20 @@ Rows behind the last group have undefined results. A stack is a form and a list 
 |---|---|
 | `dense` | matrices [groups, rows, columns] |
 | `nf4:64:128x1536x2048`, `fp4:…` | packed, absmax and, with double quantization, nested (blocks of 64) |
+| `stored:e2m1:1x32:exponent:::128x1x1536x2048`, … | the parts of a released model's weight (`stored_format.py`) |
 
 A new kind of storage adds an entry to `KINDS`: how its matrices become dense for one product.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +28,8 @@ import torch.nn.functional as F
 from fullshard.device import accelerator
 from fullshard.quant import workspace
 from fullshard.quant.sharded_groups import Scheme
+from fullshard.quant.stored_format import Coding, Tile
+from fullshard.quant.stored_values import decode
 
 ALIGNMENT = 16
 """Bytes that rows must be a multiple of."""
@@ -41,17 +47,27 @@ class Stack(NamedTuple):
     tensors: Sequence[torch.Tensor]
 
     @property
+    def kind(self) -> Kind:
+        """How its matrices are stored."""
+        return KINDS[self.form.partition(":")[0]]
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """(groups, rows, columns)."""
-        if self.form == "dense":
-            groups, rows, columns = self.tensors[0].shape
-            return groups, rows, columns
-        return _quantized_shape(self.form)[:3]
+        return self.kind.shape(self)
 
     def dense_parts(self, dtype: torch.dtype, size: int) -> Iterator[DensePart]:
         """The matrices in `dtype`, all at once or some rows of each, of about `size` bytes. Each part is valid until
         the next is asked for."""
-        return KINDS[self.form.partition(":")[0]](self, dtype, size)
+        return self.kind.dense_parts(self, dtype, size)
+
+    @contextlib.contextmanager
+    def dense_matrix(self, index: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """One matrix in `dtype`, for one product, which is inside."""
+        one = self.kind.matrix(self, index)
+        with contextlib.closing(one.dense_parts(dtype, sys.maxsize)) as parts:  # type: ignore[type-var]
+            _, matrices = next(parts)
+            yield matrices[0]
 
 
 def quantized(scheme: Scheme, shape: Sequence[int], parts: dict[str, torch.Tensor]) -> Stack:
@@ -60,36 +76,69 @@ def quantized(scheme: Scheme, shape: Sequence[int], parts: dict[str, torch.Tenso
     return Stack(f"{scheme.quant_type}:{scheme.blocksize}:{'x'.join(map(str, shape))}", tensors)
 
 
-def _quantized_shape(form: str) -> tuple[int, int, int, int]:
-    """(groups, rows, columns, block size) of a form with numbers."""
-    _, blocksize, shape = form.split(":")
-    groups, rows, columns = shape.split("x")
-    return int(groups), int(rows), int(columns), int(blocksize)
+class Kind(Protocol):
+    """How the matrices of a stack become dense for one product."""
+
+    def shape(self, stack: Stack) -> tuple[int, int, int]:
+        """(groups, rows, columns)."""
+
+    def dense_parts(self, stack: Stack, dtype: torch.dtype, size: int) -> Iterator[DensePart]:
+        """As `Stack.dense_parts`."""
+
+    def matrix(self, stack: Stack, index: int) -> Stack:
+        """The stack of one of the matrices."""
 
 
-def _whole(stack: Stack, dtype: torch.dtype, size: int) -> Iterator[DensePart]:
-    matrices = stack.tensors[0]
-    yield slice(0, matrices.shape[1]), matrices.to(dtype)
+class Dense:
+    """Matrices as they are."""
+
+    def shape(self, stack: Stack) -> tuple[int, int, int]:
+        groups, rows, columns = stack.tensors[0].shape
+        return groups, rows, columns
+
+    def dense_parts(self, stack: Stack, dtype: torch.dtype, size: int) -> Iterator[DensePart]:
+        matrices = stack.tensors[0]
+        yield slice(0, matrices.shape[1]), matrices.to(dtype)
+
+    def matrix(self, stack: Stack, index: int) -> Stack:
+        return Stack("dense", [stack.tensors[0][index : index + 1]])
 
 
-def _dequantized(stack: Stack, dtype: torch.dtype, most: int) -> Iterator[DensePart]:
-    """All matrices in one launch, or a bounded part of each."""
-    count, rows, columns, blocksize = _quantized_shape(stack.form)
-    scheme = Scheme(stack.form.partition(":")[0], blocksize)
-    per, size = scheme.groups(rows * columns), scheme.group
-    packed, absmax, nested = (*stack.tensors, None)[:3]
-    whole_rows = columns // math.gcd(size, columns)  # so many groups end with a row
-    fitting = most // (count * size * dtype.itemsize) // whole_rows * whole_rows
-    step = min(max(fitting, whole_rows), per)
-    for first in range(0, per, step):
-        last = min(first + step, per)
-        own = [_some(part, count, per, first, last) for part in (packed, absmax, nested)]
-        start, stop = first * size // columns, min(last * size // columns, rows) if last < per else rows
-        shape = (count * (last - first) * size,)
-        assert own[0] is not None and own[1] is not None
-        with workspace.dequantized(own[0], own[1], own[2], shape, blocksize, scheme.quant_type, dtype) as flat:
-            used = flat.view(count, -1)[:, : (stop - start) * columns]
-            yield slice(start, stop), used.view(count, stop - start, columns)
+class FourBit:
+    """4-bit matrices of bitsandbytes: all are dequantized in one launch, or a bounded part of each."""
+
+    def shape(self, stack: Stack) -> tuple[int, int, int]:
+        groups, rows, columns = stack.form.split(":")[2].split("x")
+        return int(groups), int(rows), int(columns)
+
+    def _scheme(self, stack: Stack) -> Scheme:
+        quant_type, blocksize, _ = stack.form.split(":")
+        return Scheme(quant_type, int(blocksize))
+
+    def dense_parts(self, stack: Stack, dtype: torch.dtype, size: int) -> Iterator[DensePart]:
+        (count, rows, columns), scheme = self.shape(stack), self._scheme(stack)
+        per, values = scheme.groups(rows * columns), scheme.group
+        packed, absmax, nested = (*stack.tensors, None)[:3]
+        whole_rows = columns // math.gcd(values, columns)  # so many groups end with a row
+        fitting = size // (count * values * dtype.itemsize) // whole_rows * whole_rows
+        step = min(max(fitting, whole_rows), per)
+        for first in range(0, per, step):
+            last = min(first + step, per)
+            own = [_some(part, count, per, first, last) for part in (packed, absmax, nested)]
+            start, stop = first * values // columns, min(last * values // columns, rows) if last < per else rows
+            shape = (count * (last - first) * values,)
+            assert own[0] is not None and own[1] is not None
+            with workspace.dequantized(
+                own[0], own[1], own[2], shape, scheme.blocksize, scheme.quant_type, dtype
+            ) as flat:
+                used = flat.view(count, -1)[:, : (stop - start) * columns]
+                yield slice(start, stop), used.view(count, stop - start, columns)
+
+    def matrix(self, stack: Stack, index: int) -> Stack:
+        (_, rows, columns), scheme = self.shape(stack), self._scheme(stack)
+        per = scheme.groups(rows * columns)
+        tensors = [part[index * per : (index + 1) * per] for part in stack.tensors]
+        return Stack(f"{scheme.quant_type}:{scheme.blocksize}:1x{rows}x{columns}", tensors)
 
 
 def _some(part: torch.Tensor | None, count: int, per: int, first: int, last: int) -> torch.Tensor | None:
@@ -99,12 +148,49 @@ def _some(part: torch.Tensor | None, count: int, per: int, first: int, last: int
     return part.view(count, per, -1)[:, first:last].reshape(count * (last - first), -1)
 
 
-KINDS: dict[str, Callable[[Stack, torch.dtype, int], Iterator[DensePart]]] = {
-    "dense": _whole,
-    "nf4": _dequantized,
-    "fp4": _dequantized,
-}
-"""The dense parts of a stack, by kind of storage."""
+class Stored:
+    """Matrices of a released model, as its files store them: all are unpacked in one launch, or some rows of each."""
+
+    def _sizes(self, stack: Stack) -> tuple[int, int, int, int]:
+        """(groups, joined matrices of each, rows of these, columns)."""
+        groups, joined, rows, columns = stack.form.rpartition(":")[2].split("x")
+        return int(groups), int(joined), int(rows), int(columns)
+
+    def shape(self, stack: Stack) -> tuple[int, int, int]:
+        groups, joined, rows, columns = self._sizes(stack)
+        return groups, joined * rows, columns
+
+    def dense_parts(self, stack: Stack, dtype: torch.dtype, size: int) -> Iterator[DensePart]:
+        coding = Coding.parse(*stack.form.split(":")[1:-1])
+        groups, joined, rows, columns = self._sizes(stack)
+        fitting = size // (groups * columns * dtype.itemsize)
+        if fitting >= joined * rows:
+            tiles = [(slice(0, joined * rows), Tile(groups * joined, rows, columns))]
+        else:
+            height = coding.block[0] or 1
+            step = min(max(fitting // height * height, height), rows)
+            tiles = [
+                (
+                    slice(i * rows + start, i * rows + min(start + step, rows)),
+                    Tile(groups * joined, rows, columns, i, joined, start, min(start + step, rows)),
+                )
+                for i in range(joined)
+                for start in range(0, rows, step)
+            ]
+        for span, tile in tiles:
+            shape = (groups, span.stop - span.start, columns)
+            fill = functools.partial(decode, coding, stack.tensors, tile)
+            with workspace.filled(shape, dtype, stack.tensors[0].device, fill) as matrices:
+                yield span, matrices
+
+    def matrix(self, stack: Stack, index: int) -> Stack:
+        groups, joined, rows, columns = self._sizes(stack)
+        tensors = [part.view(groups, -1, part.shape[-1])[index] for part in stack.tensors]
+        return Stack(f"{stack.form.rpartition(':')[0]}:1x{joined}x{rows}x{columns}", tensors)
+
+
+KINDS: dict[str, Kind] = {"dense": Dense(), "nf4": FourBit(), "fp4": FourBit(), "stored": Stored()}
+"""The kinds of storage by the first word of a form."""
 
 
 def product(x: torch.Tensor, stack: Stack, ends: torch.Tensor, transposed: bool = False) -> torch.Tensor:

@@ -98,8 +98,7 @@ class NF4Linear(QuantizedLinear):
 
     def finish_reading(self, read: Any, pieces: Any) -> None:
         """Do the steps that need all ranks, and store this rank's rows."""
-        mesh, split = pieces["packed"].mesh, any(p.is_shard() for p in self.packed.placements)
-        group = mesh.get_group(mesh.get_axis_name_idx("fsdp")) if split else None
+        group = sharded_groups.ranks_of_shards(self.packed)
         for name, part in self.group_loader().finish(read, group).items():
             pieces[name].local.copy_(part)
 

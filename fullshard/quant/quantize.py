@@ -1,5 +1,5 @@
-"""`quantize_model`: replaces a model's linear layers by `NF4Linear` and its fused experts by `NF4Experts`, or its
-linear layers by `FP8Linear`.
+"""`quantize_model`: replaces a model's linear layers by `NF4Linear` and its fused experts by `NF4Experts`, its linear
+layers by `FP8Linear`, or both by those that keep the formats of a released model's files.
 
 Models with values are quantized layer by layer. On the meta device only the modules are replaced; loading sets their
 values.
@@ -7,6 +7,7 @@ values.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,23 +24,32 @@ from fullshard.quant.config import Quantization
 from fullshard.quant.experts import NF4Experts
 from fullshard.quant.fp8_linear import FP8Linear
 from fullshard.quant.linear import NF4Linear
+from fullshard.quant.packed_experts import PackedExperts
 from fullshard.quant.quantizable import LinearForm, form_of, fused_experts
 from fullshard.quant.quantized_linear import QuantizedLinear
+from fullshard.quant.shipped import METHODS, Shipped, Tensor, quant_method
+from fullshard.quant.shipped_layers import use_shipped
 from fullshard.spmd.tensor import is_sharded
 
 
-def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int, ...]] | None = None) -> nn.Module:
+def quantize_model(
+    model: nn.Module, config: Any, stored: Mapping[str, Any] | None = None, unpack: bool = False
+) -> nn.Module:
     """Quantize the model's linear layers (`NF4Linear`) and fused experts (`NF4Experts`) in place, and return it.
 
     The output head and `llm_int8_skip_modules` stay dense. On the meta device the new layers get their values when the
-    model is loaded; `stored` then has the names and shapes of the tensors in the files, so that weights stored in 4
-    bits are read as they are. With "fp8" as the configuration, linear layers become `FP8Linear`; fused experts and
-    layers whose sizes are not multiples of 16 stay dense.
+    model is loaded; `stored` then has the tensors in the files by name, each with a shape and a dtype, so that weights
+    stored in few bits are read as they are. A released model's `quantization_config` (MXFP4, fp8 blocks,
+    compressed-tensors) keeps the formats of its files; with `unpack` they are unpacked while loading. With "fp8" as the
+    configuration, linear layers become `FP8Linear`; fused experts and layers whose sizes are not multiples of 16 stay
+    dense.
     """
     engines.require("quantized weights", "quantization of weights (4-bit, fp8)")
     _check(model)
     if config == "fp8":
         return _to_fp8(model)
+    if isinstance(config, Shipped) or quant_method(config) in METHODS:
+        return _as_shipped(model, config if isinstance(config, Shipped) else Shipped.of(config), stored or {}, unpack)
     chosen = Quantization.of(config)
 
     def four_bits(name: str, linear: Any, form: LinearForm) -> NF4Linear:
@@ -58,6 +68,21 @@ def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int
         )
     if hasattr(model, "config"):
         model.config.quantization_config = chosen.to_config()
+    return model
+
+
+def _as_shipped(model: nn.Module, shipped: Shipped, stored: Mapping[str, Tensor], unpack: bool) -> nn.Module:
+    if any(not p.is_meta for p in model.parameters()):
+        raise QuantizationError(
+            f"{type(model).__name__} has dense weights already; a released model's formats are read from its files: "
+            f"give its folder"
+        )
+    use_shipped(model, shipped, stored, {name for name in _always_dense(model) if name}, unpack)
+    if hasattr(model, "config"):
+        if unpack and hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        elif not unpack:
+            model.config.quantization_config = dict(shipped.config)
     return model
 
 
@@ -87,11 +112,11 @@ def _replace(
     return len(replaced)
 
 
-def _stored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
+def _stored(name: str, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
     """The file tensors of a 4-bit weight, by their names in its layer; None if the weight is dense."""
-    if not bnb_format.is_quantized(shapes, name):
+    if not bnb_format.is_quantized(tensors, name):
         return None
-    return {"weight" + key.removeprefix(name): tuple(shape) for key, shape in shapes.items() if _of(key, name)}
+    return {"weight" + key.removeprefix(name): tuple(t.shape) for key, t in tensors.items() if _of(key, name)}
 
 
 def _of(key: str, name: str) -> bool:
@@ -120,9 +145,9 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
-def quantized_experts(model: nn.Module) -> dict[str, NF4Experts]:
-    """The model's modules with 4-bit experts by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, NF4Experts)}
+def quantized_experts(model: nn.Module) -> dict[str, PackedExperts]:
+    """The model's modules with quantized experts by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedExperts)}
 
 
 def packed_parameters(model: nn.Module) -> set[int]:
@@ -138,10 +163,9 @@ def packed_weights(model: nn.Module) -> int:
 
 
 def quantized_format(model: nn.Module) -> str | None:
-    """The format of a model's quantized weights, "4-bit" or "fp8"; None if it has none."""
-    if quantized_experts(model):
-        return NF4Linear.FORMAT
-    return next((layer.FORMAT for layer in quantized_layers(model).values()), None)
+    """The format of a model's quantized weights, such as "4-bit", "fp8" or "mxfp4"; None if it has none."""
+    experts = (module.format for module in quantized_experts(model).values())
+    return next(itertools.chain(experts, (layer.FORMAT for layer in quantized_layers(model).values())), None)
 
 
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -22,6 +22,7 @@ from fullshard.distributed.groups import has_backend_for
 from fullshard.quant import blocks, bnb_format, codebooks
 from fullshard.quant.codebooks import NESTED_BLOCK
 from fullshard.quant.nf4 import NestedState, QuantState, storage_dtype, stored_as
+from fullshard.spmd.mesh import origin
 
 Parts = dict[str, torch.Tensor]
 """`packed` [groups, bytes], `absmax` [groups, 256 or 1024], `nested` [groups, 8] if double-quantized; all uint8."""
@@ -109,6 +110,14 @@ def finish_runs(
         scale_codes.append(rows_of(code, NESTED_BLOCK))
         pairs.append(torch.stack([largest, offset.expand_as(largest)], dim=1))
     return parts | {"absmax": torch.cat(scale_codes), "nested": torch.cat(pairs).view(torch.uint8)}
+
+
+def ranks_of_shards(parameter: Any) -> dist.ProcessGroup | None:
+    """The ranks along `fsdp`, if each of them has some groups of a sharded weight."""
+    mesh, axes = origin(parameter.device_mesh)
+    fsdp = mesh.get_axis_name_idx("fsdp")
+    split = any(fsdp in merged and p.is_shard() for merged, p in zip(axes, parameter.placements, strict=True))
+    return mesh.get_group("fsdp") if split else None
 
 
 def _gather_scales(mine: torch.Tensor, rows: int, group: dist.ProcessGroup | None) -> torch.Tensor:

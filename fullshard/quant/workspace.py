@@ -1,4 +1,4 @@
-"""The buffer that 4-bit weights are dequantized into for a product: one per stream, for all layers.
+"""The buffer that quantized weights are dequantized into for a product: one per stream, for all layers.
 
 A product reads its weight right after it was dequantized, on the same stream, and a stream runs in order. So the next
 weight may overwrite the buffer at once. The buffer grows to the largest weight and is kept.
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -53,20 +53,31 @@ def dequantized(
     packed: torch.Tensor, absmax: torch.Tensor, nested: torch.Tensor | None, shape: tuple[int, ...], blocksize: int,
     quant_type: str, dtype: torch.dtype,
 ) -> Iterator[torch.Tensor]:  # fmt: skip
-    """A weight, dequantized into the buffer of the current stream. Whatever is queued inside may read it; afterwards
-    the buffer belongs to the next caller.
+    """A 4-bit weight, dequantized as in `filled`."""
+
+    def fill(out: torch.Tensor) -> torch.Tensor:
+        return weight_of(packed, absmax, nested, shape, blocksize, quant_type, dtype, out)
+
+    with filled(shape, dtype, packed.device, fill) as weight:
+        yield weight
+
+
+@contextlib.contextmanager
+def filled(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """A tensor that `fill` writes, in the buffer of the current stream. Whatever is queued inside may read it;
+    afterwards the buffer belongs to the next caller.
 
     A second thread that needs it meanwhile gets memory of its own, and so does a pass that autograd records, which may
     keep the weight.
     """
-    device = packed.device
-    has_streams = accelerator.is_accelerator(device) and not packed.is_meta
+    has_streams = accelerator.is_accelerator(device) and device.type != "meta"
     buffer = _buffer(device, accelerator.current_stream(device).stream_id if has_streams else 0)
     if torch.is_grad_enabled() or not buffer.lock.acquire(blocking=False):
-        yield weight_of(packed, absmax, nested, shape, blocksize, quant_type, dtype)
+        yield fill(torch.empty(shape, dtype=dtype, device=device))
         return
     try:
-        out = buffer.bytes(math.prod(shape) * dtype.itemsize, device).view(dtype).view(shape)
-        yield weight_of(packed, absmax, nested, shape, blocksize, quant_type, dtype, out)
+        yield fill(buffer.bytes(math.prod(shape) * dtype.itemsize, device).view(dtype).view(shape))
     finally:
         buffer.lock.release()

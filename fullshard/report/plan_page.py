@@ -24,6 +24,7 @@ def plan_facts(title: str, view: PlanView, gathered: Sequence[GatheredMoment], m
         "strategy": plan.strategy,
         "mesh": {
             "axes": dict(plan.axes),
+            "expert_axes": dict(plan.expert_axes),
             "ranks": grid.world,
             "ranks_per_node": grid.ranks_per_node,
             "split_axes": list(grid.split_axes),

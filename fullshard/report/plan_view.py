@@ -48,7 +48,7 @@ class ParameterRow:
 
     label: str
     parts: tuple[ParameterPlan, ...]
-    """The parameters of the first: one, or the values and scales of a quantized weight, which are split alike."""
+    """The parameters of the first: one, or the values of a quantized weight and what belongs to them."""
     count: int
     """How many there are in one unit."""
     notes: tuple[str, ...]
@@ -252,9 +252,12 @@ def notes_of(p: ParameterPlan, form: str = "") -> tuple[str, ...]:
 
 
 def quantized_weight(p: ParameterPlan, names: Container[str]) -> tuple[str, str]:
-    """The format of a quantized parameter (`4-bit`, `fp8`) and the weight that it is a part of, given the names of its
-    unit's parameters: packed values are bytes with scales beside them (`quant/`). Others are weights of their own."""
-    stem = re.sub(r"(packed|absmax|nested|scales)$", "", p.name).removesuffix("_")
+    """The format of a quantized parameter (`4-bit`, `fp8`, `mxfp4`) and the weight that it is a part of, given the
+    names of its unit's parameters: packed values are bytes with scales beside them (`quant/`). Others are weights of
+    their own."""
+    stem = re.sub(r"(packed|absmax|nested|scales|divisor|zeros|order)$", "", p.name).removesuffix("_")
+    if p.form:
+        return p.form, stem
     if p.dtype != "uint8":
         return "fp8" if p.dtype.startswith("float8") else "", p.name
     if f"{stem}scales" in names:

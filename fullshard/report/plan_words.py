@@ -21,11 +21,13 @@ def summary(view: PlanView) -> list[str]:
     nodes = f" on {grid.nodes} nodes of {grid.ranks_per_node}" if grid.nodes > 1 else ""
     tensors = [p for unit in plan.units for p in unit.parameters]
     trained = [p for p in tensors if p.trainable]
+    experts = " × ".join(f"{name} {size}" for name, size in plan.expert_axes)
     on_host = f", {memory_size(plan.host_bytes)} of it in host memory" if plan.host_bytes else ""
     shown = sum(unit.count for unit in view.units)
     of_all = "" if shown == len(plan.units) else f" ({shown} of them shown)"
     return [
-        f"{plan.strategy} over {axes}: {grid.world:,} {'rank' if grid.world == 1 else 'ranks'}{nodes}",
+        f"{plan.strategy} over {axes}: {grid.world:,} {'rank' if grid.world == 1 else 'ranks'}{nodes}"
+        + (f"; experts over {experts}" if experts else ""),
         f"{len(plan.units):,} units{of_all}, {len(tensors):,} parameters, {len(trained):,} of them train "
         f"({sum(math.prod(p.shape) for p in trained):,} elements); {memory_size(plan.shard_bytes)} per rank{on_host}",
     ]
@@ -56,8 +58,14 @@ WORDS = {
 
 def legend_words(view: PlanView) -> list[str]:
     """What the notes beside parameters mean, in lines of two."""
-    there = " ".join(note for unit in view.units for row in unit.parameters for note in row.notes)
+    rows = [row for unit in view.units for row in unit.parameters]
+    there = " ".join(
+        note for row in rows for note in row.notes if not row.plan.form or not note.startswith(row.plan.form)
+    )
     words = [meaning for note, meaning in WORDS.items() if note in there]
+    words += [
+        f"{form}: as the model's files store it, sent as it is" for form in sorted({r.plan.form for r in rows} - {""})
+    ]
     return [" · ".join(words[i : i + 2]) for i in range(0, len(words), 2)]
 
 
@@ -140,7 +148,7 @@ def split_text(p: ParameterPlan, grid: RankGrid) -> str:
         if not axes_of(entry):
             continue
         pieces = [n for _, n in sorted({*zip(starts[:, dim].tolist(), lengths[:, dim].tolist(), strict=True)})]
-        empty = math.prod(grid.sizes[axis] for axis in axes_of(entry)) - len(pieces)
+        empty = math.prod(grid.sizes_of(p)[axis] for axis in axes_of(entry)) - len(pieces)
         runs = [(len(list(group)), length) for length, group in itertools.groupby(pieces + [0] * empty)]
         words.append(f"dim {dim}: " + " + ".join(f"{count:,} × {length:,}" for count, length in runs))
     return "; ".join(words) or "whole on each rank"

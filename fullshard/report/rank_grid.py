@@ -35,6 +35,8 @@ class RankGrid:
         names = [name for name, _ in plan.axes]
         sizes = [size for _, size in plan.axes]
         used = {axis for p in plan.parameters.values() for axis in itertools.chain.from_iterable(map(axes_of, p.spec))}
+        if plan.expert_axes:  # they split the same ranks once more
+            used |= set(names) - set(plan.replica_axes)
         self.split_axes = tuple(name for name in names if name in used)
         """The axes that split parameters."""
         self.copy_axes = tuple(name for name in names if name not in used)
@@ -42,6 +44,8 @@ class RankGrid:
         self.world = math.prod(sizes)
         self.ranks_per_node = min(ranks_per_node or self.world, self.world)
         self.sizes = dict(plan.axes)
+        self._own_axes = {p.name: unit.axes for unit in plan.units for p in unit.parameters if unit.axes}
+        """The meshes of parameters that have another one of the same ranks (experts)."""
         shape = [self.sizes[name] for name in self.split_axes]
         order = [names.index(name) for name in (*self.split_axes, *self.copy_axes)]
         ranks = np.arange(self.world).reshape(sizes).transpose(order)
@@ -73,14 +77,27 @@ class RankGrid:
         """A position in words, such as `fsdp 3 · model 0`."""
         return " · ".join(f"{axis} {self._coordinates[axis][position]}" for axis in self.split_axes)
 
+    def sizes_of(self, p: ParameterPlan) -> dict[str, int]:
+        """The axes of a parameter's mesh and their sizes."""
+        return dict(self._own_axes.get(p.name, ())) or self.sizes
+
+    def _places(self, p: ParameterPlan) -> dict[str, np.ndarray]:
+        """The index of each position along the axes of a parameter's mesh."""
+        if p.name not in self._own_axes:
+            return self._coordinates
+        order = sorted(self._own_axes[p.name], key=lambda axis: axis[0] == "ep")  # the ranks of `ep` are consecutive
+        places = np.unravel_index(self.ranks[:, 0], [size for _, size in order])
+        return {name: place for (name, _), place in zip(order, places, strict=True)}
+
     def bounds(self, p: ParameterPlan) -> tuple[np.ndarray, np.ndarray]:
         """Where the shard of each position starts and stops, [position, dim]."""
+        sizes, coordinates = self.sizes_of(p), self._places(p)
         starts = np.zeros((self.positions, len(p.shape)), dtype=np.int64)
         stops = np.tile(np.array(p.shape, dtype=np.int64), (self.positions, 1))
         for dim, entry in enumerate(p.spec):
             index, count = np.zeros(self.positions, dtype=np.int64), 1
             for axis in axes_of(entry):
-                index, count = index * self.sizes[axis] + self._coordinates[axis], count * self.sizes[axis]
+                index, count = index * sizes[axis] + coordinates[axis], count * sizes[axis]
             length = -(-p.shape[dim] // count)
             starts[:, dim] = np.minimum(index * length, p.shape[dim])
             stops[:, dim] = np.minimum((index + 1) * length, p.shape[dim])

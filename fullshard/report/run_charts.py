@@ -314,6 +314,8 @@ def traffic_rows(run: RunRecord) -> list[list[Any]]:
             what = "gathered parameters" if str(kind).startswith("gather") else PLANNED.get(str(kind))
             planned[what or "metrics and clipping"] += int(sent) if is_number(sent) else 0
     measured = {part: sum(one.get(part, 0.0) for one in units.values()) for part in SENT} if units else {}
+    if not measured.get(TO_EXPERTS):
+        measured.pop(TO_EXPERTS, None)  # few models have experts
     rows = [[part, measured.get(part), planned.get(part)] for part in dict.fromkeys([*measured, *planned])]
     return [[part, *("" if sent is None else memory_size(int(sent)) for sent in numbers)] for part, *numbers in rows]
 
@@ -327,9 +329,13 @@ def _short(names: Sequence[str]) -> dict[str, str]:
     return {name: ".".join(name.split(".")[max(0, shared - 1) :]) if name != ROOT else name for name in names}
 
 
-SENT = {"gathered parameters": "gather_sent", "reduced gradients": "reduce_sent"}
+TO_EXPERTS = "tokens to experts"
+SENT = {"gathered parameters": "gather_sent", "reduced gradients": "reduce_sent", TO_EXPERTS: "tokens_sent"}
 """What is sent, and its counter in the measured step."""
-PLANNED = dict.fromkeys(("reduce", "flags", "replica all-reduce"), "reduced gradients")
+PLANNED = {
+    **dict.fromkeys(("reduce", "flags", "replica all-reduce"), "reduced gradients"),
+    TO_EXPERTS: TO_EXPERTS,
+}
 """Kinds of planned traffic that belong together."""
 
 

@@ -28,7 +28,7 @@ MEASURED = 4
 """The first step that may be measured, counted from the start: the optimizer has its state, layers are compiled."""
 WARM_UP = 3
 """Steps in which programs are compiled as a matter of course: the first makes the optimizer's state."""
-COUNTERS = ("gathers", "gather_sent", "reduces", "reduce_sent")
+COUNTERS = ("gathers", "gather_sent", "reduces", "reduce_sent", "tokens_sent")
 """What the engine counts by unit."""
 PARTS = ("shards", "gathered", "gradients", "optimizer", "other")
 

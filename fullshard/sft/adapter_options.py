@@ -65,6 +65,9 @@ class AdapterOptions:
     base_dtype: Literal["fp8"] | None = None
     """The dtype of the frozen linear weights, which are quantized while loading: fp8 halves their memory, and GPUs that
     multiply in fp8 (Ada, Hopper and later) train about 1.4 times as fast. Not set, they keep the model's dtype."""
+    dequantize: bool = False
+    """Train a model that is shipped in few bits (MXFP4, fp8 blocks, compressed-tensors) in its dense values: each rank
+    unpacks its own part while loading. Otherwise such weights stay frozen as they are stored, and adapters train."""
     use_4bit_quantization: bool = option(
         False, elsewhere=("load_in_4bit", "qlora", "use_qlora", "use_4bit", "quantization_bit")
     )
@@ -168,12 +171,17 @@ class AdapterOptions:
             raise ConfigError("use_4bit_quantization and use_8bit_quantization are both on; choose one.")
         if self.use_8bit_quantization:
             raise ConfigError(
-                "use_8bit_quantization is on, but 8-bit weights are not supported; use use_4bit_quantization."
+                "use_8bit_quantization is on, but bitsandbytes' 8 bits (LLM.int8) are not supported: their outlier "
+                "columns are chosen anew for each input, in 16 bits. Use use_4bit_quantization, or base_dtype fp8 for "
+                "weights in 8 bits."
             )
         if self.use_nested_quant and not self.use_4bit_quantization:
             raise ConfigError("use_nested_quant quantizes the scales of 4-bit weights; it needs use_4bit_quantization.")
         if self.base_dtype is not None and self.use_4bit_quantization:
             raise ConfigError(f"base_dtype is {self.base_dtype}, and use_4bit_quantization is on; choose one.")
+        if self.dequantize and (self.use_4bit_quantization or self.base_dtype is not None):
+            other = "use_4bit_quantization is on" if self.use_4bit_quantization else f"base_dtype is {self.base_dtype}"
+            raise ConfigError(f"dequantize is on, and {other}; choose one.")
 
     def _check_start(self) -> None:
         wanted: Any = self

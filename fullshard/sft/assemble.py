@@ -17,6 +17,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.distributed import engines, runtime
 from fullshard.distributed.ranks import require_equal
 from fullshard.parallel.model import checkpointed_modules
+from fullshard.parallel.model import join_ranks as join
 from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.plan_first import RunToPlan, plan_first
@@ -39,7 +40,7 @@ from fullshard.weights.fill import fill
 
 def join_ranks(engine: EngineSettings) -> None:
     """Connect the ranks, on the device that the settings choose."""
-    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+    join(engine)
     if engines.current().drives_machine and runtime.world_size() > 1:
         raise ConfigError(
             f"{runtime.world_size()} processes: on the {engines.current().name} engine, training is supported in one "

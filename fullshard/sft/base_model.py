@@ -30,6 +30,7 @@ from fullshard.models.tiny_model import LAYERS, WIDTHS
 from fullshard.quant.bitsandbytes_layers import foreign_layers, take_over
 from fullshard.quant.config import Quantization, dense_dtype
 from fullshard.quant.quantize import packed_weights, quantize_model
+from fullshard.quant.shipped import METHODS, Shipped, quant_method
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say
 from fullshard.sft.checked_run import CheckedRun, base_of_adapter, refuse_encoder
@@ -127,14 +128,29 @@ def read_model(
     """
     shape = read_model_config(config, place, say)
     packed = getattr(shape, "quantization_config", None)
+    shipped = Shipped.of(packed) if packed is not None and quant_method(packed) in METHODS else None
     if packed is not None and config.use_4bit_quantization:
-        say(f"{place} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
+        kind = shipped.names if shipped is not None else "4 bits"
+        say(f"{place} is stored in {kind} already and is read as it is; the 4-bit options are not used.")
+    if config.dequantize and shipped is None:
+        kind = "in bitsandbytes' 4 bits" if packed is not None else "dense"
+        raise ConfigError(
+            f"dequantize unpacks models that are shipped in {', '.join(METHODS)}, but {place} is stored {kind}; leave "
+            f"the option out{', or give the model before quantization' if packed is not None else ''}."
+        )
+    if shipped is not None and config.init_lora_weights.lower() == "loftq":
+        raise ConfigError(
+            f"init_lora_weights is loftq, which corrects the errors of quantizing, but {place} is stored in "
+            f"{shipped.names} and not quantized again; leave it out."
+        )
     if packed is not None and config.base_dtype is not None:
         raise ConfigError(
             f"base_dtype is {config.base_dtype}, but {place} is quantized already (quantization_config in its "
             f"config.json); give the folder of the model before quantization, or leave base_dtype out."
         )
-    four_bits = Quantization.of(packed) if packed is not None else adapter.quantization(config)
+    four_bits = None
+    if shipped is None:
+        four_bits = Quantization.of(packed) if packed is not None else adapter.quantization(config)
     shape._attn_implementation = attention_implementation(config, device, say, present=present)
     with contextlib.ExitStack() as stack:
         source = None
@@ -163,9 +179,10 @@ def read_model(
             loading.untie_what_differs(model, source, None)
         if condense is not None:
             condense(model)
-        if (chosen := config.base_dtype or four_bits) is not None:
-            entries = source.entries if source is not None else {}
-            quantize_model(model, chosen, {name: entry.shape for name, entry in entries.items()})
+        if (chosen := config.base_dtype or four_bits or shipped) is not None:
+            quantize_model(model, chosen, source.entries if source is not None else {}, config.dequantize)
+        if config.dequantize and shipped is not None:
+            say(f"{place} is stored in {shipped.names}; its weights are unpacked while they are loaded.")
         return model
 
 
@@ -352,6 +369,11 @@ def _take_quantized(model: Any, inner: Any) -> None:
         return
     method = fields.get("quant_method", "bitsandbytes")
     eight = " in 8 bits" if foreign_layers(model, "Linear8bitLt") else ""
+    if quant_method(fields) in METHODS:
+        raise ConfigError(
+            f"model is quantized by {quant_method(fields)} and in memory already, which cannot be sharded; give its "
+            f"folder or name, or load it with dequantize=True in its quantization_config."
+        )
     raise ConfigError(
         f"model is quantized by {getattr(method, 'value', method)}{eight}, which cannot be sharded; load it without "
         f"quantization, or in 4 bits with BitsAndBytesConfig(load_in_4bit=True)."

@@ -35,7 +35,7 @@ from fullshard.data.row_formats import bad_kinds
 from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.stream import Stream, StreamSampler
 from fullshard.data.token_table import TokenTable, unused_columns
-from fullshard.distributed import engines, runtime
+from fullshard.distributed import data_ranks, engines, runtime
 from fullshard.distributed.ranks import agree
 from fullshard.models.token_loss import known_count
 from fullshard.parallel.data_loader import RankLoader
@@ -127,7 +127,7 @@ def make_loader(config: SFTConfig, data: TokenTable | Stream, collator: Any, see
 def make_evaluation_loader(config: SFTConfig, data: TokenTable, collator: Any, seen: bool = False) -> StepLoader:
     """This rank's batches of every row once, in order; every rank takes part in every batch."""
     size = config.per_device_eval_batch_size
-    order = RowOrder(len(data), size * runtime.global_device_count(), seed=0, shuffle=False)
+    order = RowOrder(len(data), size * data_ranks.data_devices(), seed=0, shuffle=False)
     return StepLoader(TableSampler(data, order), data, with_fixed_shapes(config, collator, data, size), size, 0, seen)
 
 
@@ -180,7 +180,7 @@ def describe_shapes(config: SFTConfig, data: TokenTable | Stream) -> str:
 
 def make_sampler(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:
     """The rows of each step: a function of the data, the seed and the global batch size alone."""
-    batch = config.per_device_train_batch_size * runtime.global_device_count() * config.gradient_accumulation_steps
+    batch = config.per_device_train_batch_size * data_ranks.data_devices() * config.gradient_accumulation_steps
     seed = config.data_seed if config.data_seed is not None else config.seed
     shuffle = config.train_sampling_strategy == "random"
     if isinstance(data, Stream):
@@ -284,7 +284,9 @@ class StepLoader(Loader):
         self, sampler: BatchSampler, data: TokenTable | Stream, collator: Any, size: int, workers: int, seen: bool
     ) -> None:
         rows = size * runtime.addressable_device_count()
-        super().__init__(sampler, collator, rows, runtime.rank(), runtime.world_size(), workers, repeats_rows=seen)
+        super().__init__(
+            sampler, collator, rows, data_ranks.data_rank(), data_ranks.data_size(), workers, repeats_rows=seen
+        )
         self.dataset, self.batch_size, self.collate_fn = data, size, collator
         self.batch = sampler.batch
         self._epoch = 0
@@ -349,7 +351,7 @@ class ScriptLoader:
             )
         self.accumulates = accumulates
         self.loader = loader if isinstance(loader, RankLoader) else RankLoader.of(loader)
-        self.batch = (loader.batch_size or 1) * runtime.world_size() * accumulates
+        self.batch = (loader.batch_size or 1) * data_ranks.data_size() * accumulates
         try:
             self.steps_per_epoch: int | None = max(1, -(-len(self.loader) // accumulates))
         except TypeError:

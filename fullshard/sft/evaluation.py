@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fullshard.config.errors import ConfigError, TrainingError
 from fullshard.data.loader import Batch, Collator
 from fullshard.data.prepared_rows import PreparedRows, prepared_rows
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.token_table import TokenTable
-from fullshard.distributed import engines, runtime
+from fullshard.distributed import data_ranks, engines, runtime
 from fullshard.distributed.ranks import exchange
-from fullshard.distributed.watchdog import collectives, watch
+from fullshard.distributed.watchdog import watch
 from fullshard.models.router_loss import has_router_loss
 from fullshard.sft.batches import EVALUATION, ScriptLoader, checked_table, trained_tokens
 from fullshard.sft.optimizer import ScriptSchedule
@@ -160,7 +159,7 @@ class Evaluation:
     def _speed(self, prefix: str, began: float, rows: int) -> dict[str, float]:
         from transformers.trainer_utils import speed_metrics
 
-        steps = -(-rows // (self._context.args.per_device_eval_batch_size * runtime.global_device_count()))
+        steps = -(-rows // (self._context.args.per_device_eval_batch_size * data_ranks.data_devices()))
         return speed_metrics(prefix, began, num_samples=rows, num_steps=steps)
 
     def closing_metrics(self, first: int, total: int) -> dict[str, float]:
@@ -234,7 +233,7 @@ class Evaluation:
         if logits is not None and self._context.preprocess_logits_for_metrics is not None:
             logits = self._context.preprocess_logits_for_metrics(logits, labels)
         mine = None if stands_in else (nested_numpify(_float(logits)), nested_numpify(labels))
-        for part in exchange(mine, "predictions"):
+        for part in data_ranks.of_each_row(exchange(mine, "predictions")):
             if part is not None:
                 for name, new in zip(("predictions", "label_ids"), part, strict=True):
                     before = getattr(results, name)
@@ -246,8 +245,7 @@ class Evaluation:
         from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
         sums = torch.cat([results.sums.to(runtime.device()), self._context.micro.take_measured()])
-        if runtime.world_size() > 1:
-            collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
+        data_ranks.sum_over_rows("sum of the evaluation", sums)
         loss, weight, rows, correct, entropy, router_loss, tokens = sums.tolist()
         results.rows = int(rows)
         watch.raise_failure()

@@ -56,7 +56,7 @@ def choose_compilation(
 ) -> EngineSettings:
     """The sharding settings with the compiler that `torch_compile` leaves open: torch's default one on GPUs, where
     so many steps of a model of this size amortize compilation."""
-    if config.torch_compile is not None or engine.backend.lower() != "no":
+    if config.torch_compile is not None or engine.backend.lower() != "no" or engine.ep_size > 1:
         return engine
     if not accelerator.runs_inductor(device) or training_flops(config, parameters, steps) < COMPILE_FROM:
         return engine
@@ -170,8 +170,9 @@ def shard_ready_model(config: SFTConfig, model: Any, ready: ReadyModel, say: Say
     if note := report_sharded(sharded, ready.precision.param_dtype).note():
         say(note)
     if not compiled:
-        mesh = sharded._fullshard_mesh
-        along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
+        every = (p.layout.mesh for unit in sharded._fullshard_engine.units for p in unit.parameters)
+        meshes = dict.fromkeys([sharded._fullshard_mesh, *every])  # in the same order on every rank
+        along_axes = [m.get_group(axis) for m in meshes for axis in range(m.ndim) if m.mesh_shape[axis] > 1]
         collectives.set_timeout(along_axes, config.ddp_timeout)
     return sharded
 

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fullshard.config.errors import TrainingError
 from fullshard.data.loader import Batch, Step
-from fullshard.distributed import engines, runtime
+from fullshard.distributed import data_ranks, engines, runtime
 from fullshard.distributed.ranks import exchange
-from fullshard.distributed.watchdog import collectives, watch
+from fullshard.distributed.watchdog import watch
 from fullshard.models.attention_masks import known_rows
 from fullshard.models.packed_inputs import Packed
 from fullshard.sft.callbacks import Callbacks
@@ -89,7 +88,7 @@ class IssuedStep:
             watch.raise_failure()  # the host has waited for the device: what it read is valid only if no rank is lost
             tokens = tokens or math.nan
             self._result = StepResult(
-                loss / runtime.world_size(), correct / tokens, entropy / tokens, router_loss / tokens, flos, norm
+                loss / data_ranks.data_size(), correct / tokens, entropy / tokens, router_loss / tokens, flos, norm
             )
         return self._result
 
@@ -98,7 +97,9 @@ class IssuedStep:
         result = self.result()
         each = zip(self.step.mine, self.losses, strict=True)
         mine = [row for rows, loss in each if not math.isfinite(float(loss)) for row in rows]
-        rows = sorted(row for rank in exchange(mine, "rows without a finite loss") for row in rank)
+        rows = sorted(
+            row for rank in data_ranks.of_each_row(exchange(mine, "rows without a finite loss")) for row in rank
+        )
         shown = ", ".join(map(str, rows[:ROWS_NAMED])) + (", …" if len(rows) > ROWS_NAMED else "")
         where = f"; it came from rows {shown} of the training data" if rows else ""
         if math.isfinite(result.loss):
@@ -194,8 +195,8 @@ class OptimizerSteps:
         return None if waits else engines.current().devices.update_guard(self.state.optimizer)
 
     def _seed(self, step: int) -> None:
-        """Seed the random numbers (dropout) of a step from seed, step and rank: a resumed run draws the same."""
-        key = f"{self.config.seed}/{step}/{runtime.rank()}".encode()
+        """Seed the random numbers (dropout) of a step from seed, step and rows: a resumed run draws the same."""
+        key = f"{self.config.seed}/{step}/{data_ranks.data_rank()}".encode()
         runtime.seed_device(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
 
     def _micro_batch(self, batch: Batch, items: Any, stands_in: bool, more: bool) -> torch.Tensor:
@@ -211,9 +212,7 @@ class OptimizerSteps:
         """Over all ranks: the loss of the step, what was measured, and floating-point operations."""
         flops = torch.full((1,), flos, dtype=torch.float64, device=runtime.device())
         sums = torch.cat([torch.stack(losses).sum(0, keepdim=True), self.micro.take_measured(), flops])
-        if runtime.world_size() > 1:
-            collectives.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
-        return sums
+        return data_ranks.sum_over_rows("sum of the metrics", sums)
 
     def _update(self, issued: IssuedStep) -> bool:
         """Take the optimizer's step. Returns whether weights were changed, as far as the host decides it."""

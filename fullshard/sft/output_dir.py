@@ -138,9 +138,11 @@ def check_contents(config: SFTConfig, inputs: Inputs) -> None:
     refuse_occupied(folder)
     if resumes(config):
         _check_checkpoint(config, folder)
+        _check_base_weights(config, named_checkpoint(config) or folder)
         return
     if (named := named_checkpoint(config)) is not None:
         _check_named(named)
+        _check_base_weights(config, named)
     contents = [path for path in _listed(folder) if not _is_own(path, config)]
     if not contents:
         return
@@ -183,6 +185,16 @@ def _check_named(named: Path) -> None:
         raise ConfigError(
             f"resume_from_checkpoint: {named} {'holds no checkpoint' if named.exists() else 'does not exist'}; "
             f"expected a checkpoint's folder, or true for the newest in output_dir."
+        )
+
+
+def _check_base_weights(config: SFTConfig, place: Path) -> None:
+    """Refuse to resume with frozen weights in another form: the checkpoint refers to those of the run it belongs to."""
+    settings = next((found for folder in (place, *place.parents[:2]) if (found := read_settings(folder))), None) or {}
+    if settings.get("dequantize", config.dequantize) != config.dequantize:
+        raise ConfigError(
+            f"dequantize is {config.dequantize}, and the run to resume ({place}) had {settings['dequantize']}: its "
+            f"checkpoints refer to weights in that form; set it as there, or give its adapter (adapter_name_or_path)."
         )
 
 

@@ -25,8 +25,8 @@ from fullshard.models.causal_lm import get_causal_lm
 from fullshard.parallel.settings import resolved_launch
 from fullshard.planner.estimate import Estimate
 from fullshard.quant.experts import NF4Experts
-from fullshard.quant.fp8_linear import FP8Linear
 from fullshard.quant.linear import NF4Linear
+from fullshard.quant.quantize import quantized_format
 from fullshard.report.loggers import attempt
 from fullshard.report.records import DATA_FILE
 from fullshard.sft import output_dir
@@ -168,8 +168,8 @@ def method_of(model: Any) -> str:
     name = str(getattr(kinds[0], "value", kinds[0])).replace("LORA", "LoRA") if kinds else "full fine-tuning"
     if any(isinstance(module, NF4Linear | NF4Experts) for module in model.modules()):
         name = "QLoRA" if name == "LoRA" else f"{name} of a 4-bit model"
-    elif any(isinstance(module, FP8Linear) for module in model.modules()):
-        name = f"{name} of an fp8 model"
+    elif (kind := quantized_format(model)) is not None:
+        name = f"{name} on {kind} weights"
     return f"{name}, {trained:,} trained parameters"
 
 

@@ -18,7 +18,7 @@ from fullshard.data.chat_template import template_of
 from fullshard.data.render_chat import Conversation
 from fullshard.data.template_fields import adapt_messages
 from fullshard.data.token_table import TokenTable
-from fullshard.distributed import runtime
+from fullshard.distributed import data_ranks, runtime
 from fullshard.distributed.ranks import exchange, run_on_all_ranks
 from fullshard.models.causal_lm import get_causal_lm
 from fullshard.models.generate import StopCriteria, answer, generation_prompt, stop_criteria
@@ -71,12 +71,12 @@ def choose_samples(
 
 def _answers(model: Any, prompts: Sequence[Prompt], stop: StopCriteria, limit: int) -> list[str]:
     """The answers, in order, on every rank. Ranks take turns; all of them generate equally often."""
-    world, mine = runtime.world_size(), []
+    world, mine = data_ranks.data_size(), []
     for first in range(0, len(prompts), world):
-        at = first + runtime.rank()
+        at = first + data_ranks.data_rank()
         tokens = answer(model, prompts[at if at < len(prompts) else first].tokens, stop, limit)
         mine.append(stop.text(tokens))
-    by_rank = exchange(mine, "sample generations")
+    by_rank = data_ranks.of_each_row(exchange(mine, "sample generations"))
     return [by_rank[i % world][i // world] for i in range(len(prompts))]
 
 

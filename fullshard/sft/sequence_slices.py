@@ -1,6 +1,7 @@
 """Which runs compute the parts of a layer in slices of the sequence (`sequence_slices`), and in which parts.
 
-A run and its plan decide here. Layers that are compiled run whole: a graph of torch.compile has no slices.
+A run and its plan decide here. Layers that are compiled run whole: a graph of torch.compile has no slices. So do
+those that are split over ranks (`tp_size`, `ep_size`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def slice_count(config: SFTConfig, model: Any, engine: EngineSettings) -> SliceC
         return SliceCount(count) if count >= FEWEST else None
     recomputes = config.gradient_checkpointing or engine.activation_checkpointing
     if not recomputes or config.max_length is None or engines.current().compiles_steps:
+        return None
+    if max(engine.tp_size, engine.ep_size) > 1:  # ranks exchange tokens inside these parts
         return None
     if compiled and config.torch_compile is not None:
         return None

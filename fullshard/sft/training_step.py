@@ -20,7 +20,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.data.loader import Batch, Step
 from fullshard.data.token_table import TokenTable
 from fullshard.device.torch_private import version_of
-from fullshard.distributed import runtime
+from fullshard.distributed import data_ranks, runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.models.attention import is_own
 from fullshard.models.attention_masks import BLOCK
@@ -104,7 +104,7 @@ class TrainingStep:
         samples, items = self._calls.get_batch_samples(iter(real), len(real), runtime.device())
         others = iter(samples)
         batches = [next(others, batch) if rows else batch for batch, rows in zip(step.batches, step.mine, strict=True)]
-        tokens = sum(exchange(sum(map(_tokens_in, samples)), "tokens of the step"))
+        tokens = sum(data_ranks.of_each_row(exchange(sum(map(_tokens_in, samples)), "tokens of the step")))
         pick = replace(step.pick, targets=int(items) if items is not None else 1, tokens=tokens)
         return replace(step, pick=pick, batches=batches)
 
@@ -114,19 +114,20 @@ class TrainingStep:
         return batches, self._calls._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        return sum(exchange(sum(trained_tokens(batch.get("labels")) for batch in batch_samples), "trained tokens"))
+        mine = sum(trained_tokens(batch.get("labels")) for batch in batch_samples)
+        return sum(data_ranks.of_each_row(exchange(mine, "trained tokens")))
 
     def num_items(self, step: Step) -> Any:
         """The number of trained tokens of a step, as `training_step` gets it."""
         count = max(1, step.pick.targets)
-        if not self._context.args.average_tokens_across_devices and runtime.world_size() > 1:
+        if not self._context.args.average_tokens_across_devices and data_ranks.data_size() > 1:
             if self.batches_are_seen:
                 raise ConfigError(
                     "average_tokens_across_devices is false, and the script computes the loss: it gets the tokens of "
                     "all ranks, and the loss is a mean over them. Leave the setting out."
                 )
             mine = [batch for batch, rows in zip(step.batches, step.mine, strict=True) if rows]
-            count = max(1, sum(trained_tokens(batch.get("labels")) for batch in mine)) * runtime.world_size()
+            count = max(1, sum(trained_tokens(batch.get("labels")) for batch in mine)) * data_ranks.data_size()
         if not self.batches_are_seen:
             return count
         if (
@@ -198,7 +199,7 @@ class TrainingStep:
                 f"compute_loss: the batch has no labels, only {', '.join(inputs)}; add them, or override compute_loss."
             )
         tokens = trained_tokens(labels)
-        scale = runtime.world_size() / self._items_on_host(num_items_in_batch, tokens)
+        scale = data_ranks.data_size() / self._items_on_host(num_items_in_batch, tokens)
         inputs = {**inputs, "use_cache": False}
         micro, real_tokens = self._context.micro, inputs.pop("real_tokens", None)
         with head.loss_pass(scale * micro.scale, tokens, real_tokens, return_outputs) as measured:
@@ -210,7 +211,7 @@ class TrainingStep:
 
     def _items_on_host(self, items: Any, tokens: int) -> int:
         if items is None:
-            return max(1, tokens) * runtime.world_size()
+            return max(1, tokens) * data_ranks.data_size()
         return self._items[1] if items is self._items[0] else max(1, int(items))
 
     def _script_loss(self, model: Any, inputs: Any, return_outputs: bool, items: Any) -> Any:
@@ -219,7 +220,7 @@ class TrainingStep:
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False)
         loss = self._context.compute_loss_func(outputs, labels, num_items_in_batch=items)
         if items is not None:
-            loss = loss * runtime.world_size()
+            loss = loss * data_ranks.data_size()
         if labels is not None:
             self._measure(outputs, labels)
         return (loss, outputs) if return_outputs else loss

@@ -3,7 +3,7 @@
 A rule is a pattern such as `"query: bhqd, key: bhkd -> bhqd, bhq"`. It names the dims of each tensor argument and
 result (`*`: any further dims). The operator is independent along the dims whose letters are in `split`, so shards split
 along them can be computed separately. A result without a split letter is a sum over the shards (`Partial`). A result
-`=` (the state of a generator) is used as each rank has it.
+`=` (the state of a generator) is used as each rank has it. Tensors in a list are used whole.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from fullshard.device.torch_private import DTensorSpec, TensorMeta, local_of, schema_of, spec_of
 from fullshard.spmd.redistribute import redistribute, spec_with
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
+
+
+def _whole(t: Any, mesh: Any) -> Any:
+    """A tensor that is not split over the mesh; other values as they are."""
+    if not is_sharded(t):
+        return t
+    return redistribute(local_of(t), spec_of(t), spec_with(spec_of(t), mesh, [Replicate()] * mesh.ndim))
 
 
 class Independent:
@@ -37,6 +44,7 @@ class Independent:
             dims = [self._dim(name, t, letter) for letter in split]
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
             local[name] = redistribute(local_of(t), spec_of(t), spec_with(spec_of(t), mesh, placements))
+        local |= {name: [_whole(t, mesh) for t in v] for name, v in named.items() if isinstance(v, list)}
         names = [a.name for a in schema_of(op).arguments]
         result = op(*(local[n] for n in names[: len(args)]), **{k: local[k] for k in kwargs})
         if not isinstance(result, tuple | list):

@@ -46,7 +46,7 @@ class DerivedAdapter:
     parameters: dict[str, ShardedParameter]
     """`A`, `B` and `magnitude`, except those that are loaded from files."""
     weight: ShardedParameter | None
-    """The dense base weight; None if it is in 4 bits."""
+    """The dense base weight; None if it is quantized."""
     readers: Mapping[str, TensorReader]
     """Readers for the file tensors of the base weight."""
     first: dict[str, TensorReader] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def _check(one: DerivedAdapter, base: nn.Module) -> None:
             f"{option}: {one.name} is a {type(base).__name__}; expected a linear layer. Remove it from the targets"
         )
     if one.subtracts and (one.weight is None or len(one.weight.sites) > 1):
-        kind = "is in 4 bits" if one.weight is None else "is tied to another"
+        kind = "is quantized" if one.weight is None else "is tied to another"
         raise WeightsError(
             f"{option} changes the weight of {one.name}, which {kind}; remove that layer from the targets, or use True"
         )

@@ -34,7 +34,7 @@ from fullshard.weights.model_dir_writer import ModelDirWriter
 from fullshard.weights.safetensors_files import total_bytes
 from fullshard.weights.slice_reader import Stored, TensorReader, lengths
 from fullshard.weights.source_files import base_of
-from fullshard.weights.transforms import WritesFiles, own_readers
+from fullshard.weights.transforms import KeepsFiles, WritesFiles, own_readers
 from fullshard.weights.wrapped import wrapped
 
 
@@ -160,7 +160,16 @@ class _Packed(TensorGroup):
 
     def convert(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         parts = {member.removeprefix(f"{self.first}."): values[member] for member in self.members}
-        return {self.reverse.renamed(f"{self.first}.{name}"): t for name, t in self.module.as_files(parts).items()}
+        files = self.module.as_files(parts)
+        if not isinstance(self.module, KeepsFiles):
+            return {self.reverse.renamed(f"{self.first}.{name}"): t for name, t in files.items()}
+        converted: dict[str, torch.Tensor] = {}
+        for weight, part, name in self.module.part_files().values():
+            suffix = weight.format.suffixes[part]
+            (dense,) = self.reverse.groups([f"{self.first}.{name.removesuffix(suffix)}"])
+            own = dense.convert(dict.fromkeys(dense.members, files[name]))
+            converted |= {key + suffix: value for key, value in own.items()}
+        return converted
 
 
 def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[TensorGroup]:

@@ -148,13 +148,13 @@ def _load(
         for p in plan.parameters:
             p.give_memory()
         _compute_buffers(model, plan)
-        total = sum(p.local_numel * reader.dtype.itemsize for p, reader in plan.reads)
+        total = sum(p.local_numel * reader.dtype.itemsize for p, reader in [*plan.reads, *plan.parts])
         with Bar("loading", total, progress) as bar:
 
             def show() -> None:
                 bar.at(plan.source.bytes_read - before)
 
-            for together in _together([*loaded, *rows]):
+            for together in _together([*loaded, *plan.parts, *rows]):
                 _run(_jobs(together), threads, show)
                 for p, _ in together:
                     p.written()
@@ -174,7 +174,7 @@ def _load(
         plan.plain._weight_conversions = plan.conversions
     self_loaded = [p for _, _, parameters in plan.self_loading for p in parameters.values()]
     computed = [p for one in plan.derived for p in one.parameters.values()]
-    read_parameters = [p for p, _ in [*plan.reads, *plan.adapter_reads, *rows]]
+    read_parameters = [p for p, _ in [*plan.reads, *plan.parts, *plan.adapter_reads, *rows]]
     return LoadReport(
         str(plan.source.path),
         read=[*_names(read_parameters), *(name for name, *_ in plan.buffers), *_names(self_loaded)],

@@ -31,8 +31,13 @@ from transformers.core_model_loading import (
 )
 
 from fullshard.lora.language_model import left_out_tensors, with_all_parts
+from fullshard.quant.shipped import BESIDE
+from fullshard.quant.shipped_layers import stored_weights
+from fullshard.quant.stored_files import file_names
+from fullshard.quant.stored_format import StoredWeight
 from fullshard.weights.safetensors_files import SafetensorsFiles
-from fullshard.weights.slice_reader import Computed, Joined, Stacked, Stored, TensorReader, Transposed
+from fullshard.weights.slice_reader import AsMatrix, Computed, Joined, Stacked, Stored, TensorReader, Transposed
+from fullshard.weights.unpacked import unpack
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -79,30 +84,36 @@ def find_readers(
         }
         return KeyMatch(readers, [name for name in source.entries if name not in shapes])
     away = {name: tuple(t.shape) for name, t in left_out_tensors(model).items()}
+    packed = {plain_name(name, ""): weight for name, weight in stored_weights(model).items()}
     with with_all_parts(model):
         conversions = get_model_conversion_mapping(model, key_mapping)
-        direct, fused, lost = _assign(model, {**shapes, **away}, source, conversions)
+        direct, fused, lost = _assign(model, {**shapes, **away}, source, conversions, packed)
     result = KeyMatch()
     for name, entry_name in direct.items():
         if name in away:
             result.left_out.append(entry_name)
         else:
             result.readers[name] = Stored(source, source.entries[entry_name])
-    for name, (converter, parts) in fused.items():
+    wanted = {*shapes, *(file for name, weight in packed.items() for file in file_names(weight, name).values())}
+    for (name, suffix), (converter, parts) in fused.items():
         if name in away:
             result.left_out += [entry for entries in parts.values() for entry in entries]
             continue
         stored: dict[str, list[TensorReader]] = {
-            pattern: [Stored(source, source.entries[e]) for e in entries] for pattern, entries in parts.items()
+            pattern: [_matrix(Stored(source, source.entries[e]), name in packed, suffix) for e in entries]
+            for pattern, entries in parts.items()
         }
         try:
             outputs = _convert(converter, name, stored, _PlainShapes(model, shapes))
+            outputs = {target + suffix: reader for target, reader in outputs.items()}
         except (ValueError, RuntimeError, IndexError) as error:
             result.unconvertible.append((name, str(error)))
             continue
-        result.readers.update({target: reader for target, reader in outputs.items() if target in shapes})
-        result.unexpected += [target for target in outputs if target not in shapes]
-    result.unexpected = _without(result.unexpected + lost, _ignored_when_unexpected(model))
+        result.readers.update({target: reader for target, reader in outputs.items() if target in wanted})
+        result.unexpected += [target for target in outputs if target not in wanted]
+    result.unconvertible += unpack(model, result.readers)
+    ignored = [*_ignored_when_unexpected(model), *([BESIDE] if packed else [])]
+    result.unexpected = _without(result.unexpected + lost, ignored)
     result.conversions = [conversion for conversion in conversions if conversion.was_used()]
     return result
 
@@ -126,30 +137,44 @@ def _without(names: list[str], patterns: list[str]) -> list[str]:
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
-Fused = dict[str, tuple[WeightConverter, dict[str, list[str]]]]
+Fused = dict[tuple[str, str], tuple[WeightConverter, dict[str, list[str]]]]
+"""By the name of the parameter, and what names of parts of a quantized weight end with behind it."""
+
+
+def _matrix(reader: TensorReader, packed: bool, suffix: str) -> TensorReader:
+    """A part of a quantized weight as a matrix, which conversions stack and join as they do dense ones."""
+    return AsMatrix(reader, suffix == "_g_idx") if packed and len(reader.shape) < 2 else reader
 
 
 def _assign(
-    model: PreTrainedModel, shapes: Shapes, source: SafetensorsFiles, conversions: list[Any]
-) -> tuple[dict[str, str], Fused, list[str]]:
-    """Assign each file tensor to a parameter (direct), to a conversion (fused), or to neither (unexpected)."""
+    model: PreTrainedModel, shapes: Shapes, source: SafetensorsFiles, conversions: list[Any],
+    packed: Mapping[str, StoredWeight],
+) -> tuple[dict[str, str], Fused, list[str]]:  # fmt: skip
+    """Assign each file tensor to a parameter (direct), to a conversion (fused), or to neither (unexpected). A part of a
+    quantized weight (`packed`) has the name of the dense weight and a suffix."""
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    prefix, known = model.base_model_prefix, dict(shapes)
+    prefix, known = model.base_model_prefix, {**{name: weight.shape for name, weight in packed.items()}, **shapes}
+    suffixes = sorted({s for w in packed.values() for s in w.format.suffixes.values() if s}, key=len, reverse=True)
     direct: dict[str, str] = {}
     fused: Fused = {}
     lost = []
     for entry in sorted(source.entries, key=dot_natural_key):
-        name, pattern = rename_source_key(entry, renamings, converters, prefix, known)
-        if name not in known and entry in known:  # the file already uses the model's name, except for a prefix
-            name, pattern = rename_source_key(entry, [], [], prefix, known)
+        name = ""
+        for suffix in (*(s for s in suffixes if entry.endswith(s)), ""):
+            dense = entry.removesuffix(suffix) if suffix else entry
+            name, pattern = rename_source_key(dense, renamings, converters, prefix, known)
+            if name not in known and dense in known:  # the file already uses the model's name, except for a prefix
+                name, pattern = rename_source_key(dense, [], [], prefix, known)
+            if not suffix or name in packed:
+                break
         if name not in known:
             lost.append(name)
         elif pattern is None:
-            direct[name] = entry
+            direct[name + suffix] = entry
         else:
-            _, parts = fused.setdefault(name, (copy.deepcopy(by_pattern[pattern]), defaultdict(list)))
+            _, parts = fused.setdefault((name, suffix), (copy.deepcopy(by_pattern[pattern]), defaultdict(list)))
             parts[pattern].append(entry)
     return direct, fused, lost
 

@@ -32,7 +32,7 @@ from fullshard.lora.language_model import train_language_model, whole_class
 from fullshard.lora.model_size import dense_line
 from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.quant.config import Quantization
+from fullshard.quant.config import check_quantization
 from fullshard.quant.quantize import quantize_model
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.weights import export as export  # makes model.save_pretrained of wrapped models stream
@@ -58,6 +58,7 @@ def load_pretrained(
     model_class: Any = None,
     config: Any = None,
     quantization_config: Any = None,
+    dequantize: bool = False,
     adapter: str | Path | None = None,
     adapt: Callable[[nn.Module], nn.Module | None] | None = None,
     annotate: Callable[[nn.Module, Mesh], Any] | None = None,
@@ -82,7 +83,9 @@ def load_pretrained(
     - `model_class`: a transformers class or its name; by default the one in the config.
     - `config`: a config to use instead of the one in the files, or a dict of settings to override.
     - `quantization_config`: a `BitsAndBytesConfig(load_in_4bit=True, …)`; linear layers are quantized during loading.
-      Not needed for files with bitsandbytes' 4-bit weights, which are loaded as they are.
+      Not needed for files with weights in few bits (bitsandbytes' 4 bits, MXFP4, fp8 blocks, compressed-tensors), which
+      are loaded as they are.
+    - `dequantize`: unpack such weights while loading, except bitsandbytes'.
     - `adapter`: a folder with PEFT's files; the adapter is added to the model and loaded, with resized embeddings.
     - `adapt(model)`: changes the model on the meta device before it is wrapped: adapters, replaced modules.
     - `annotate(model, mesh)`: marks parameters (`mark_sharding`) for tensor parallelism.
@@ -120,8 +123,9 @@ def load_pretrained(
         model.eval()
         packed = quantization_config or getattr(model.config, "quantization_config", None)
         if packed is not None:
-            quantize_model(model, packed, {name: entry.shape for name, entry in opened[0].entries.items()})
-            runtime.get_logger().info("%s", dense_line(model))
+            quantize_model(model, packed, opened[0].entries, dequantize)
+            if (line := dense_line(model)) is not None:
+                runtime.get_logger().info("%s", line)
         before = set(model.state_dict())
         prefix = ""
         if adapt is not None:
@@ -163,7 +167,7 @@ def read_config(where: Path, user_config: Any, trust_remote_code: bool) -> Any:
     except Exception as error:  # damaged files raise errors of many kinds
         raise WeightsError(f"{directory} has no usable config.json: {one_line(error)}") from error
     if (packed := getattr(config, "quantization_config", None)) is not None:
-        Quantization.of(packed)  # raises if the stored quantization is not supported
+        check_quantization(packed)
     return config
 
 

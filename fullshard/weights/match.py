@@ -19,11 +19,13 @@ from fullshard.config.byte_size import file_size
 from fullshard.device.torch_private import buffers_of, non_persistent_buffers
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.lora.virtual_tokens import encoders, init_rows
+from fullshard.quant.stored_files import check_reader
 from fullshard.weights import adapter_init
 from fullshard.weights.key_mapping import find_readers, may_be_missing, plain_model, plain_name
 from fullshard.weights.safetensors_files import SafetensorsFiles
 from fullshard.weights.slice_reader import TensorReader
-from fullshard.weights.transforms import may_grow, own_readers
+from fullshard.weights.transforms import KeepsFiles, may_grow, own_readers
+from fullshard.weights.unpacked import PartRows
 
 SHOWN = 8
 """How many names of each kind an error lists; the others are counted."""
@@ -137,6 +139,8 @@ class LoadPlan:
     """Buffers with the original values of those rows."""
     self_loading: list[tuple[Any, dict[str, TensorReader], dict[str, ShardedParameter]]] = field(default_factory=list)
     """Modules that read files themselves (`ReadsFiles`), their readers and their parameters."""
+    parts: ParameterReads = field(default_factory=list)
+    """Parameters that are read from the files as bytes (`KeepsFiles`)."""
     buffers: BufferReads = field(default_factory=list)
     """Buffers that are read from files."""
     initialize: list[ShardedParameter] = field(default_factory=list)
@@ -157,7 +161,7 @@ class LoadPlan:
         self_loaded = [p for _, _, parameters in self.self_loading for p in parameters.values()]
         # With an adapter, trained new rows belong to the adapter; the table itself can be resized again.
         read = [*self.reads, *(self.resizes if self.adapted else ())]
-        return [p for p, _ in read if p not in self.changed] + self_loaded
+        return [p for p, _ in read if p not in self.changed] + [p for p, _ in self.parts] + self_loaded
 
 
 def match(
@@ -187,6 +191,7 @@ class _Matcher:
         self.by_site = {(module, name): p for p in parameters for module, name in p.sites}
         self.modules = own_readers(model)
         self.self_loaded = {id(self.by_site[m, name]) for m in self.modules.values() for name in m.made_parameters()}
+        self.sources: dict[nn.Module, Mapping[str, TensorReader]] = {}
         self.buffers = _persistent_buffers(model)
         self.file_shapes = self._file_shapes()
         self.mapping = find_readers(plain, self.file_shapes, source, key_mapping)
@@ -263,15 +268,28 @@ class _Matcher:
             lacking = [names[t] for t, reader in readers.items() if reader is None]
             # These modules cannot be initialized, so this is an error even if not strict.
             self.plan.problems.unconvertible += [(n, f"{type(module).__name__} needs it") for n in lacking]
-            if all(self._fits(names[t], readers[t], self.file_shapes[names[t]]) for t in names):
+            if isinstance(module, KeepsFiles):
+                self._match_parts(module, names, {t: reader for t, reader in readers.items() if reader is not None})
+            elif all(self._fits(names[t], readers[t], self.file_shapes[names[t]]) for t in names):
                 parameters = {n: self.by_site[module, n] for n in module.made_parameters()}
                 self.plan.self_loading.append((module, readers, parameters))  # type: ignore[arg-type]
+
+    def _match_parts(self, module: Any, names: Mapping[str, str], readers: Mapping[str, TensorReader]) -> None:
+        """Find the bytes of a module that keeps those of its file tensors."""
+        self.sources[module] = readers
+        for own, (weight, part, file) in module.part_files().items():
+            if file not in readers:
+                continue
+            if why := check_reader(weight, part, readers[file]):
+                self.plan.problems.unconvertible.append((names[file], why))
+            else:
+                self.plan.parts.append((self.by_site[module, own], PartRows(weight, part, readers[file])))
 
     def match_derived(self, first: Mapping[str, TensorReader]) -> None:
         """Find the adapter layers whose values are computed from weights; these are not initialized otherwise."""
         plan = self.plan
         dense = {id(p): reader for p, reader in plan.reads}
-        packed = {module: readers for module, readers, _ in plan.self_loading}
+        packed = {module: readers for module, readers, _ in plan.self_loading} | self.sources
         plan.derived = adapter_init.find_derived_adapters(
             self.model, self.by_site, self.from_adapter, dense, packed, first
         )

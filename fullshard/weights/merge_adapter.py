@@ -7,6 +7,7 @@ holds only the adapter and one layer, and the result equals PEFT's `merge_and_un
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from fullshard.config.paths import check_new_folder
 from fullshard.device.torch_private import buffers_of, parameters_of
 from fullshard.distributed.progress import Bar
 from fullshard.quant.config import Quantization
+from fullshard.quant.quantize import quantize_model
+from fullshard.quant.shipped import METHODS, Shipped, quant_method
 from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
 from fullshard.weights.dtypes import choose_dtype, dtypes_kept
@@ -26,6 +29,7 @@ from fullshard.weights.load import class_of, on_meta, read_config
 from fullshard.weights.locate import open_source
 from fullshard.weights.merge_layers import CHANGE_BASE, MergedLayers, check_kind, kind_of, rounded_readers
 from fullshard.weights.model_dir_writer import ModelDirWriter
+from fullshard.weights.requantize import Requantizer, RoundingError
 from fullshard.weights.safetensors_files import SafetensorsFiles, total_bytes
 from fullshard.weights.slice_reader import TensorReader
 from fullshard.weights.source_files import quick_identity
@@ -39,6 +43,7 @@ def merge_adapter(
     base: str | Path | None = None,
     dtype: torch.dtype | str | None = None,
     dequantized: Any = None,
+    requantize: Callable[[list[RoundingError]], None] | None = None,
     stored_as: torch.dtype | str | None = None,
     max_shard_size: int | str = "10GB",
     verify: bool = True,
@@ -51,6 +56,8 @@ def merge_adapter(
     - `dequantized`: by default a QLoRA adapter is merged into the weights before quantization. With the quantization
       of the run (a `BitsAndBytesConfig` or a mapping with its fields; True if the base is stored in 4 bits) it is
       merged into the dequantized weights, converted to `dtype`: the weights it was trained with.
+    - `requantize`: quantize the merged weights of a model that was shipped in few bits into its format again, and call
+      this with the errors of that. By default they are written dense.
     - `stored_as`: the dtype of the weights when the run quantized them; None for the base's.
     - `max_shard_size`, `verify`, `progress`: as in `save_pretrained`.
     """
@@ -63,13 +70,20 @@ def merge_adapter(
     where = _locate_base(folder, base, peft_config.base_model_name_or_path)
     check_base(folder, where)
     check_new_folder(target)
-    config, how = _read_base_config(where, dequantized)
+    config, how, shipped = _read_base_config(where, dequantized)
+    if requantize is not None and shipped is None:
+        raise WeightsError(
+            f"{where} is not stored in a format that weights can be quantized into again ({', '.join(METHODS)}); write "
+            f"the merged model dense"
+        )
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_source(where))
         stored_dtype = choose_dtype(stored_as, config, source)
         plain = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
         if rows > plain.get_input_embeddings().weight.shape[0]:
             plain.resize_token_embeddings(rows, mean_resizing=False)
+        if shipped is not None:
+            quantize_model(plain, shipped, source.entries, unpack=True)
         form = _form(plain)
         readers = _base_readers(plain, source, form, how, stored_dtype)
         method = getattr(peft_config, "init_lora_weights", None)
@@ -81,16 +95,28 @@ def merge_adapter(
         groups = ReverseMapping(plain).groups(form)
         written = {n: t for g in groups for n, t in g.convert({m: form[m] for m in g.members}).items()}
         written = {name: torch.empty_like(t) for name, t in written.items()}
-        writer = ModelDirWriter(target, written, max_shard_size)
+        packing = Requantizer(plain, source, merged) if requantize is not None else None
+        if packing is not None:
+            written = packing.form(groups, form)
+        writer = ModelDirWriter(target, written, max_shard_size, packing.packed if packing is not None else ())
         stack.callback(writer.clean_up)
         with Bar("merging", total_bytes(written), progress) as bar:
             done = 0
             for group in groups:
-                values = {name: merged.value(name, readers) for name in group.members}
-                done += writer.write(group.convert(values))
+                if packing is not None and (copied := packing.unchanged(group, form)) is not None:
+                    done += writer.write(copied)
+                else:
+                    values = {name: merged.value(name, readers) for name in group.members}
+                    files = group.convert(values)
+                    done += writer.write(files if packing is None else packing.pack(group, files))
                 bar.at(done)
+            if packing is not None:
+                writer.write(packing.beside())
         identity = {**quick_identity(where), "checksums": source.checksums()}
         check_base(folder, where, identity=identity)  # what was merged, now that all of it is read
+        if requantize is not None and packing is not None and shipped is not None:
+            plain.config.quantization_config = dict(shipped.config)
+            requantize(packing.errors)
         writer.finish(plain, _tokenizer(folder), verify)
     return target
 
@@ -103,10 +129,16 @@ def _locate_base(folder: Path, base: str | Path | None, stored: str | None) -> P
     return where
 
 
-def _read_base_config(where: Path, dequantized: Any) -> tuple[Any, Quantization | None]:
-    """The base's config without quantization, and the quantization to round its weights with (None: do not round)."""
+def _read_base_config(where: Path, dequantized: Any) -> tuple[Any, Quantization | None, Shipped | None]:
+    """The base's config without quantization, the quantization to round its weights with (None: do not round), and the
+    formats of a model that was shipped in few bits."""
     config = read_config(where, None, False)
     packed = getattr(config, "quantization_config", None)
+    if (
+        packed is not None and quant_method(packed) in METHODS
+    ):  # it was released with these values: there are no others to merge into
+        del config.quantization_config
+        return config, None, Shipped.of(packed)
     if packed is not None and not dequantized:
         raise QuantizationError(
             f"{where} contains 4-bit weights; rounding the merged weights to 4 bits would lose the adapter. Set the "
@@ -117,7 +149,7 @@ def _read_base_config(where: Path, dequantized: Any) -> tuple[Any, Quantization 
         raise QuantizationError(f"{where} contains dense weights; set dequantized= to the quantization of the run")
     if packed is not None:
         del config.quantization_config
-    return config, Quantization.of(packed if packed is not None else dequantized) if dequantized else None
+    return config, Quantization.of(packed if packed is not None else dequantized) if dequantized else None, None
 
 
 def _base_readers(

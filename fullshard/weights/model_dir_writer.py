@@ -43,7 +43,8 @@ OWN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class ModelDirWriter:
-    """The files of one model while they are written. `form` has all tensors on meta; `packed` names the 4-bit ones."""
+    """The files of one model while they are written. `form` has all tensors on meta; `packed` names the quantized
+    ones."""
 
     def __init__(
         self, target: Path, form: dict[str, torch.Tensor], max_shard_size: int | str, packed: Collection[str] = ()
@@ -136,7 +137,7 @@ class ModelDirWriter:
 
 def _write_config(model: PreTrainedModel, directory: Path, form: dict[str, torch.Tensor]) -> None:
     config = copy.deepcopy(model.config)
-    floating = [t for t in form.values() if t.is_floating_point()]
+    floating = [t for t in form.values() if t.is_floating_point() and t.dtype.itemsize > 1]
     if floating:  # the most common dtype, by number of elements
         sizes: dict[torch.dtype, int] = {}
         for t in floating:

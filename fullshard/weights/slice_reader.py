@@ -201,6 +201,20 @@ class Transposed(TensorReader):
         yield from self.inner.jobs(out.permute(self.order), tuple(cuts[dim] for dim in self.order))
 
 
+class AsMatrix(TensorReader):
+    """A tensor without dims, or with one, as a matrix: a column, or a row if `row`."""
+
+    def __init__(self, inner: TensorReader, row: bool):
+        self.inner, self.dtype = inner, inner.dtype
+        size = math.prod(inner.shape)
+        self.shape = (1, size) if row else (size, 1)
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """One job, which reads the whole tensor; it is small."""
+        if out.numel():
+            yield lambda: out.copy_(self.inner[()].view(self.shape)[cuts])
+
+
 class Computed(TensorReader):
     """A tensor that is computed whole from whole tensors, and then sliced."""
 

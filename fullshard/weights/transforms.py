@@ -3,7 +3,8 @@
 There are two ways. A `transform` function gets this rank's slice of each ordinary parameter and may return another one.
 A module whose parameters have another form than its files (quantized weights) reads the files itself: it names the file
 tensors it needs, gets a `TensorReader` for each, reads the ranges for this rank and writes its own shards
-(`ReadsFiles`). `docs/weights.md` describes the protocol.
+(`ReadsFiles`); one that keeps the bytes of file tensors only names them (`KeepsFiles`). `docs/weights.md` describes the
+protocols.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fullshard.distributed import runtime
 from fullshard.distributed.ranks import host_group, run_on_all_ranks
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.quant.stored_format import StoredWeight
 from fullshard.spmd.mesh import Mesh
 from fullshard.weights.slice_reader import Cuts, Job, Joined, TensorReader
 
@@ -150,6 +152,20 @@ class ReadsFiles(Protocol):
 
 
 @runtime_checkable
+class KeepsFiles(Protocol):
+    """A module whose parameters are the bytes of file tensors, in rows: weights as a released model stores them."""
+
+    def file_tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """As in `ReadsFiles`."""
+
+    def made_parameters(self) -> tuple[str, ...]:
+        """As in `ReadsFiles`."""
+
+    def part_files(self) -> Mapping[str, tuple[StoredWeight, str, str]]:
+        """The weight, part and file tensor of each of these parameters, by name."""
+
+
+@runtime_checkable
 class WritesFiles(Protocol):
     """A module that can also convert its parameters back to file tensors, for export."""
 
@@ -176,5 +192,5 @@ def piece_of(p: ShardedParameter) -> Piece:
 
 
 def own_readers(root: nn.Module) -> dict[str, Any]:
-    """The modules that read files themselves (`ReadsFiles`), by name."""
-    return {name: module for name, module in root.named_modules() if isinstance(module, ReadsFiles)}
+    """The modules that say what they need of files (`ReadsFiles`, `KeepsFiles`), by name."""
+    return {name: module for name, module in root.named_modules() if isinstance(module, ReadsFiles | KeepsFiles)}

@@ -61,6 +61,8 @@ def check_sharding(settings: Any) -> None:
     for wrong, text in (
         (settings.mixed_precision == "fp16", "mixed_precision: fp16 needs a loss scaler, which reads a value in every "
                                              "step; use bf16 on XLA"),
+        (settings.tp_size > 1, f"tp_size {settings.tp_size}: on XLA, split parameters with mark_sharding; use 1"),
+        (settings.ep_size > 1, f"ep_size {settings.ep_size}: experts stay on XLA devices; use 1"),
         (settings.offload_params, "fsdp_offload_params: shards stay on XLA devices; remove it"),
         (settings.activation_checkpointing_offload, "fsdp_activation_checkpointing_offload: inputs of checkpointed "
                                                     "units stay on XLA devices; remove it"),
@@ -149,6 +151,9 @@ def _limits(config: Any) -> tuple[Limit, ...]:
             "use_4bit_quantization",
             config.use_4bit_quantization,
             "4-bit weights need kernels of the torch engine; leave it out, or use LoRA on the model as it is",
+        ),
+        Limit(
+            "dequantize", config.dequantize, "shipped weights are unpacked by the torch engine; give the model in bf16"
         ),
         Limit(
             "base_dtype", config.base_dtype is not None, "fp8 weights need kernels of the torch engine; leave it out"

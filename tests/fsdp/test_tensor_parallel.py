@@ -203,7 +203,7 @@ def test_other_devices_and_mixtures_are_refused():
     mixed = parallelized(model(), mesh["tp"], False)
     ours = xs.Mesh(np.arange(4), (2, 2), ("fsdp", "tp"))
     xs.mark_sharding(mixed.layers[0].norm.weight, ours, ("tp",))
-    with pytest.raises(FSDPError, match=r"some parameters are annotated .* and others are DTensors"):
+    with pytest.raises(FSDPError, match=r"some parameters are annotated .* and others are split for their modules"):
         FSDPv2(mixed, ours)
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(MeshError, match=r"has 3 dims; pass the one that shards the model"):

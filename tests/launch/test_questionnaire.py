@@ -90,8 +90,9 @@ VERSION_2 = [
     ("Which wrap policy", "1"), ("Parameters per wrapped", "1e3"),
     ("Which state dict type", "FULL_STATE_DICT"), ("RAM-efficient", ""), ("Use activation checkpointing", "yes"),
     ("Replicate the model", "yes"), ("How many replicas", "2"), ("How many ranks per", "1"),
+    ("Split each layer", "yes"), ("Over how many ranks", "2"),
     ("How many processes", "many"),
-    ("expected a whole number", "2"), ("Which mixed precision", "9"), ("please answer 0 to 2", "bf16"),
+    ("expected a whole number", "4"), ("Which mixed precision", "9"), ("please answer 0 to 2", "bf16"),
 ]  # fmt: skip
 VERSION_1 = [
     ("Where do you run", "0"), ("Which machines", "2"), ("How many machines", "2"), ("Which of them", "1"),
@@ -111,13 +112,13 @@ def test_questions_of_version_2_at_a_terminal(tmp_path, monkeypatch):
     interview(tmp_path, path, VERSION_2)
     made = settle(resolve(["--config_file", str(path), "--dry_run"], {}), 0)
     engine = made.engine
-    assert (engine.strategy, made.describe()["mesh"]) == ("HYBRID_SHARD_ZERO2", "replica=2, fsdp=1")
+    assert (engine.strategy, made.describe()["mesh"]) == ("HYBRID_SHARD_ZERO2", "replica=2, fsdp=1, tp=2")
     assert (engine.offload_params, engine.min_num_params, engine.saved_as) == (True, 1000, "FULL_STATE_DICT")
     assert (engine.activation_checkpointing, engine.debug, engine.mixed_precision) == (True, True, "bf16")
-    assert (made.device, made.world_size, made.notes) == ("cpu", 2, ())
+    assert (made.device, made.world_size, made.notes) == ("cpu", 4, ())
 
     loaded = accelerates(path)
-    assert loaded.distributed_type.value == "FSDP" and loaded.use_cpu and loaded.num_processes == 2
+    assert loaded.distributed_type.value == "FSDP" and loaded.use_cpu and loaded.num_processes == 4
     assert loaded.fsdp_config["fsdp_reshard_after_forward"] is False and loaded.mixed_precision == "bf16"
     assert loaded.fsdp_config["fsdp_min_num_params"] == 1000 and loaded.debug
     assert loaded.parallelism_config["parallelism_config_dp_replicate_size"] == 2

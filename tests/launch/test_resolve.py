@@ -129,19 +129,20 @@ def test_the_processes_environment_carries_everything(home):
 
 def test_every_setting_survives_the_environment():
     """Whatever an option's value, the processes read what was meant."""
-    refused = ("xla", "tp_size", "cp_size", "sp_size")
+    refused = ("xla", "cp_size", "sp_size")
     mapping = '{"compute_dtype": "float32"}'
     tried = 0
     for one in options_of(EngineSettings):
         if not one.env or one.name in refused:
             continue
         texts = ["true", "false"] if one.kind is bool or one.name == "reshard_after_forward" else one.choices or ["7"]
-        texts = [mapping] if one.name == "xla_fsdp_settings" else texts
+        texts = [mapping] if one.name in ("xla_fsdp_settings", "tp_plan") else texts
         for text in texts:
             if text == "fp8":
                 continue
             value = convert(one, text, one.key)
             needs = {"activation_checkpointing": True} if one.name == "activation_checkpointing_offload" else {}
+            needs |= {"tp_size": 2} if one.name == "tp_plan" else {}
             made = EngineSettings(**{one.name: value, **needs})
             value = json.loads(mapping) if value == mapping else value
             assert getattr(EngineSettings.from_environment(made.to_environment()), one.name) == value, one.name

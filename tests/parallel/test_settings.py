@@ -18,7 +18,7 @@ from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.parallel import settings as engine
 from fullshard.parallel.fsdp_flags import settings_from_trainer_flags
 from fullshard.parallel.ignored_options import IGNORED_OPTIONS
-from fullshard.parallel.model import shard_model
+from fullshard.parallel.model import absent_mesh, experts_mesh, shard_model
 from fullshard.parallel.settings import EngineSettings
 from tests.pool import ranks
 
@@ -61,7 +61,8 @@ BESIDES = {
 """What else must be set for an option to matter."""
 ON_XLA = {"xla_fsdp_v2", "xla_fsdp_grad_ckpt"}
 """Options that matter on the XLA engine only: `test_xla_settings.py`."""
-REFUSED = {"xla": True, "xla_fsdp_settings": "no file", "tp_size": 2, "cp_size": 2, "sp_size": 2}
+REFUSED = {"xla": True, "xla_fsdp_settings": "no file", "tp_size": 2, "ep_size": 2, "cp_size": 2, "sp_size": 2,
+           "tp_plan": {"layers.0": "colwise"}}  # fmt: skip
 
 
 def facts(settings: EngineSettings) -> dict[str, object]:
@@ -102,7 +103,7 @@ def test_every_option_changes_the_run():
             continue
         if one.name in REFUSED:
             with pytest.raises(ConfigError, match=one.name):
-                EngineSettings(**{one.name: REFUSED[one.name]})
+                facts(EngineSettings(**{one.name: REFUSED[one.name]}))
             continue
         besides = BESIDES.get(one.name, {})
         before = facts(EngineSettings(**besides))
@@ -207,3 +208,52 @@ def test_ignored_options_are_read_and_belong_to_no_configuration():
     assert settings_from_trainer_flags(fsdp_config=section) == EngineSettings()
     with pytest.raises(ConfigError, match="use_orig_params: expected true or false, got 'perhaps'"):
         settings_from_trainer_flags(fsdp_config={"use_orig_params": "perhaps"})
+
+
+def mesh_of(world=8, nodes=1, **sizes):
+    return EngineSettings(**sizes).mesh_shape(world, nodes)
+
+
+def test_the_sizes_of_the_mesh():
+    assert mesh_of() == {"fsdp": 8}
+    assert list(mesh_of(tp_size=2).items()) == [("fsdp", 4), ("tp", 2)]
+    assert mesh_of(tp_size=8) == {"fsdp": 1, "tp": 8}
+    assert mesh_of(tp_size=2, dp_replicate_size=2) == {"replica": 2, "fsdp": 2, "tp": 2}
+    assert mesh_of(tp_size=2, dp_replicate_size=2, dp_shard_size=2) == {"replica": 2, "fsdp": 2, "tp": 2}
+    assert mesh_of(nodes=2, tp_size=2, sharding_strategy="HYBRID_SHARD") == {"replica": 2, "fsdp": 2, "tp": 2}
+    assert mesh_of(ep_size=4) == {"fsdp": 8}, "ep divides the same ranks"
+
+
+def test_the_mesh_of_experts():
+    def experts_of(world=8, **sizes):
+        settings = EngineSettings(**sizes)
+        return dict(experts_mesh(settings, absent_mesh(settings, world)).shape())
+
+    assert experts_of() == {"ep": 1, "fsdp": 8}
+    assert experts_of(ep_size=4) == {"ep": 4, "fsdp": 2}
+    assert experts_of(ep_size=8, tp_size=2) == {"ep": 8, "fsdp": 1}
+    assert experts_of(ep_size=4, dp_replicate_size=2) == {"replica": 2, "ep": 4, "fsdp": 1}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"tp_size": 3}, "tp_size 3 on 8 processes: expected a size that divides their number: 1, 2, 4, 8"),
+        ({"tp_size": 0}, "tp_size: expected 1 or more, got 0"),
+        ({"dp_shard_size": 3, "tp_size": 2}, "dp_shard_size 3 .* on 8 processes with tp_size 2: expected 4"),
+        ({"dp_replicate_size": 3, "tp_size": 2}, "need 6 processes .* but there are 8; .*: 1 of 4, 2 of 2, 4 of 1"),
+        ({"ep_size": 3}, "ep_size 3 with 8 ranks per replica: expected a size that divides their number: 1, 2, 4, 8"),
+        ({"ep_size": 8, "dp_replicate_size": 2}, "ep_size 8 with 4 ranks per replica: .* 1, 2, 4"),
+        ({"ep_size": 2, "backend": "inductor"}, "ep_size 2 with dynamo_backend inductor .*; use dynamo_backend no"),
+        ({"cp_size": 2}, "cp_size 2: context parallelism is not supported yet; use 1"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes, text):
+    with pytest.raises(ConfigError, match=text):
+        mesh_of(**sizes)
+
+
+def test_the_sizes_of_the_mesh_are_variables():
+    settings = EngineSettings(tp_size=2, dp_replicate_size=2)
+    variables = settings.to_environment()
+    assert variables["PARALLELISM_CONFIG_TP_SIZE"] == "2" and EngineSettings.from_environment(variables) == settings

@@ -308,6 +308,10 @@ OF_EXPERTS = [
     Setting(f"{name}, {how}", architecture=name, sizes=sizes, train=train)
     for name, sizes in MIXTURES.items() for how, train in HOW.items()
 ]  # fmt: skip
+DIVIDED = [
+    dataclasses.replace(one, sizes={**one.sizes, "num_experts_per_tok": 8}, engine={"ep_size": 2}) for one in OF_EXPERTS
+]
+"""Experts on two ranks. Tokens choose all of them, so that ranks get as many as the plan says."""
 ON_TWO_RANKS = [
     Setting("kept", sizes=SMALL, train={**FREE, "bf16": True}, engine={"sharding_strategy": "SHARD_GRAD_OP"}),
     Setting("whole", sizes=SMALL, train=FREE, engine={"sharding_strategy": "NO_SHARD"}),
@@ -328,6 +332,13 @@ def test_one_rank(setting: Setting, tmp_path: Path, world_size: int) -> None:
 @ranks(1, timeout=240)
 @pytest.mark.parametrize("setting", OF_EXPERTS, ids=lambda s: s.name)
 def test_mixtures_of_experts(setting: Setting, tmp_path: Path, world_size: int) -> None:
+    check(setting, tmp_path, world_size, CLOSE)
+
+
+@pytest.mark.slow
+@ranks(2, timeout=240)
+@pytest.mark.parametrize("setting", DIVIDED, ids=lambda s: s.name)
+def test_experts_divided_among_ranks(setting: Setting, tmp_path: Path, world_size: int) -> None:
     check(setting, tmp_path, world_size, CLOSE)
 
 

@@ -12,7 +12,7 @@ from fullshard.config.errors import ConfigError
 from fullshard.parallel.settings import EngineSettings
 from fullshard.planner.machines import MachineOptions, find_machine
 from fullshard.planner.request import PlanRequest
-from fullshard.planner.search import search_settings, splits
+from fullshard.planner.search import _expert_sizes, launch_flags, search_settings, splits
 from fullshard.planner.tables import nothing_fits
 from fullshard.sft.checked_run import sharding_settings
 from fullshard.sft.cli_args import parse
@@ -209,3 +209,14 @@ def test_files_give_back_what_was_priced(words, engine, tmp_path):
             assert getattr(sharding, name) == getattr(wanted.engine, name), name
         given = {k: v for k, v in config.values().items() if k not in ("fsdp", "fsdp_config")}
         assert given == {k: v for k, v in wanted.config.values().items() if k not in ("fsdp", "fsdp_config")}
+
+
+def test_experts_are_divided_among_the_ranks_of_a_node_and_of_all():
+    unit = SimpleNamespace(parameters=[SimpleNamespace(name="model.layers.0.mlp.experts.down_proj")])
+    plan = SimpleNamespace(units=[unit])
+    request, _ = asked(devices=16, per_node=8)
+    assert _expert_sizes(request, plan) == [8, 16]
+    assert _expert_sizes(request, SimpleNamespace(units=[])) == []
+    chosen = dataclasses.replace(request, engine=EngineSettings(ep_size=8))
+    assert _expert_sizes(chosen, plan) == []
+    assert launch_flags(chosen).endswith("--ep_size 8")

@@ -9,13 +9,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from fullshard.distributed import runtime
+from fullshard.distributed import autograd_collectives, runtime
 from fullshard.distributed.ranks import exchange
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.plan import ShardingPlan
-from fullshard.planner.traffic import Ring, ring_along, step_traffic
+from fullshard.models.chunked_loss import ChunkedLossHead
+from fullshard.parallel.model import join_ranks, shard_model
+from fullshard.parallel.settings import EngineSettings
+from fullshard.parallel.tensor_parallel import exchanges_of
+from fullshard.planner.traffic import LayerExchanges, Ring, ring_along, step_traffic
 from fullshard.quant.sharded_groups import Scheme
 from tests.fsdp.programs import HUGGING_FACE, STRATEGIES, Stack, batches, llama, loss_of, mesh_for, mine
 from tests.pool import ranks
@@ -152,9 +158,9 @@ def plan_of(strategy: str, world: int, replicas: int = 1) -> ShardingPlan:
 
 def test_a_ring_of_two_nodes_crosses_twice():
     plan = plan_of("FULL_SHARD", 8)
-    assert ring_along(plan, ("fsdp",), 8).crossing == 0
-    assert ring_along(plan, ("fsdp",), 4).crossing == 2 / 8
-    assert ring_along(plan, ("fsdp",), 1).crossing == 1
+    assert ring_along(plan.axes, ("fsdp",), 8).crossing == 0
+    assert ring_along(plan.axes, ("fsdp",), 4).crossing == 2 / 8
+    assert ring_along(plan.axes, ("fsdp",), 1).crossing == 1
 
 
 def test_replicas_in_different_nodes_gather_inside_and_sum_across():
@@ -196,5 +202,45 @@ def test_offloaded_shards_cross_the_bus():
 def test_rings_follow_the_order_of_ranks():
     plan = plan_of("HYBRID_SHARD", 16, replicas=8)
     nodes = np.arange(16) // 4
-    along = ring_along(plan, ("replica",), 4)
+    along = ring_along(plan.axes, ("replica",), 4)
     assert along.crossing == float(np.mean(nodes[::2] != np.roll(nodes[::2], 1)))
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("lora", [False, True])
+def test_every_byte_of_tensor_parallelism(lora):
+    """With a frozen embedding, the gradient of the first layer's input is not needed."""
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    head = ChunkedLossHead(model)
+    engine = EngineSettings(use_cpu=True, tp_size=2)
+    join_ranks(engine)
+    model = shard_model(model, engine)
+    rows, length = 3, 8
+    ids = torch.ones(rows, length, dtype=torch.int64)
+
+    def step() -> None:
+        with head.loss_pass(1 / 21, 21):
+            model(input_ids=ids, labels=ids)["loss"].backward()
+
+    step()
+    model.meter.reset()
+    autograd_collectives.sent.clear()
+    step()
+    found = exchange((model.meter.bytes_sent, autograd_collectives.sent["bytes"]), "bytes sent")[0]
+    known = {
+        name: one._replace(forward_gather=0) if name == "lm_head" else one for name, one in exchanges_of(model).items()
+    }
+    between = LayerExchanges(known, rows * length, 4, {})
+    expected = step_traffic(model.plan, 4, direct=True, between=between)
+    statistics = rows * length * (4 + 2 * 4 + 8)  # of each token: largest logit, two sums, the first of the largest
+    spared = rows * length * 32 * 4 if lora else 0
+    kinds = {kind: size for kind, size in expected.inside.items() if kind.startswith("between")}
+    assert sum(kinds.values()) + statistics - spared == found[1] > 0
+    assert expected.sent - sum(kinds.values()) - sum(expected.inside[kind] for kind in UNCOUNTED) == found[0] > 0

@@ -74,7 +74,7 @@ def test_on_the_meta_device_layers_are_only_laid_out():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"load_in_8bit": True}, "8-bit weights are not supported yet"),
+        ({"load_in_8bit": True}, "8-bit weights .load_in_8bit. are not supported"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "both set"),
         ({"load_in_4bit": False}, "quantizes nothing"),
         ({"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"}, "bnb_4bit_quant_typ"),

@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fullshard.checkpoint.consolidate import merge_weights
 from fullshard.config.errors import CheckpointError, QuantizationError
 from fullshard.launch.chat import FOUR_BITS
+from fullshard.quant.quantize import quantized_layers
 from fullshard.quant.sharded_groups import Scheme
 from fullshard.weights.load import load_pretrained
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.pool import ranks
 from tests.quant.programs import rounded
+from tests.quant.shipped_models import fp8, write
 from tests.report.small_results import LORA, add_adapter, base_of_run, chat_model, command, run
 
 
@@ -92,6 +94,38 @@ def test_a_run_of_the_whole_model(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "b").chat_template
     code, _, error = command("chat", str(out), "--checkpoint", "4", "--prompt", "x")
     assert code == 2 and "is a training checkpoint of a full model" in error and "fullshard export" in error
+
+
+@ranks(1)
+def test_a_base_that_is_shipped_in_few_bits(tmp_path: Path) -> None:
+    """It is unpacked, or the result is quantized into its format again; the errors of that are printed."""
+    model = AutoModelForCausalLM.from_pretrained(chat_model(tmp_path / "base"))
+    dense = write(model, fp8((16, 16)), tmp_path / "shipped")
+    for name in ("shipped", "shipped-dense"):
+        AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / name)
+    adapter = add_adapter(tmp_path / "shipped-dense", tmp_path / "adapter")
+    words = (str(adapter), "--merge", "--base", str(tmp_path / "shipped"))
+    exported(words[0], str(tmp_path / "dense"), *words[1:])
+    assert_same(tmp_path / "dense", PeftModel.from_pretrained(dense, adapter).merge_and_unload())
+    found = exported(words[0], str(tmp_path / "again"), *words[1:], "--requantize")
+    assert found["dtypes"] == ["F32", "F8_E4M3"] and len(found["rounding"]) >= 2
+    assert all(0 < one["mean"] < one["largest"] < 1 for one in found["rounding"])
+    code, printed, _ = command("export", words[0], str(tmp_path / "third"), *words[1:], "--requantize")
+    assert code == 0 and f"{found['rounding'][0]['name']}" in printed and "largest" in printed
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["quantization_config"] == fp8((16, 16))
+    chatting = load_pretrained(tmp_path / "again", progress=False)
+    assert quantized_layers(chatting)
+    for flags, message in (
+        (["--merge", "--requantize", "--dtype", "float16"], "--requantize keeps the format of the base's files"),
+        (["--requantize"], "set --merge too"),
+    ):
+        assert message in command("export", words[0], str(tmp_path / "x"), *flags)[2]
+    error = command("export", str(tmp_path / "shipped"), str(tmp_path / "x"), "--dtype", "float16")[2]
+    assert "contains fp8 weights" in error
+    exported(str(tmp_path / "shipped"), str(tmp_path / "copy"))
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("copy", "shipped"))
+    assert all(torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in theirs)
 
 
 @ranks(1)

@@ -97,7 +97,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "negative rate": (lambda p: words(p, learning_rate=-1), "learning_rate is -1.0; expected 0 or more"),
     "rate that is no number": (lambda p: words(p, learning_rate="nan"), "learning_rate: expected a number, got .nan"),
     "both precisions": (lambda p: words(p, bf16=True, fp16=True), "bf16 and fp16 are both on"),
-    "8 bits": (lambda p: words(p, use_8bit_quantization=True), "8-bit weights are not supported"),
+    "8 bits": (lambda p: words(p, use_8bit_quantization=True), "8 bits .LLM.int8. are not supported"),
     "fp8 and 4 bits": (lambda p: words(p, base_dtype="fp8", use_4bit_quantization=True), "choose one"),
     "pissa in fp8": (
         lambda p: words(p, base_dtype="fp8", use_peft_lora=True, init_lora_weights="pissa"), "quantized to fp8",

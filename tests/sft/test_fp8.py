@@ -65,8 +65,6 @@ def test_without_an_adapter_and_on_quantized_files_it_is_refused(tmp_path: Path)
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ConfigError, match=r"base_dtype is fp8, but .* is quantized already"):
         train(str(tmp_path / "model"), settings(tmp_path, **FP8))
-    with pytest.raises(QuantizationError, match="quantization by fp8 is not supported; give the model before"):
-        train(str(tmp_path / "model"), settings(tmp_path, use_peft_lora=True))
 
 
 def _quickstart(folder: Path, **changes: Any) -> list[float]:

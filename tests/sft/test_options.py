@@ -88,7 +88,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
 ELSEWHERE = {
     "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_row_formats", "overwrite": "test_output_dir",
     "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
-    "base_dtype": "test_fp8", "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
+    "base_dtype": "test_fp8", "dequantize": "test_shipped", "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "test_compilation",
     "adapter_name_or_path": "test_resume_adapter", "dataset_config_name": "test_row_formats", "dataset_weights": "test_mixture",
     "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",

@@ -39,6 +39,9 @@ def test_compiled_layers_are_not_sliced() -> None:
     with pytest.raises(ConfigError, match="sequence_slices is 4, and torch_compile is on: compiled layers run whole"):
         sharding_settings(SFTConfig(sequence_slices="4", torch_compile=True), None, [])
     assert sharding_settings(SFTConfig(sequence_slices="1", torch_compile=True), None, []).backend == "inductor"
+    for split in ({"tp_size": 2}, {"ep_size": 2}):
+        with pytest.raises(ConfigError, match="layers that are split over ranks exchange whole rows. Leave"):
+            sharding_settings(SFTConfig(sequence_slices="4"), EngineSettings(**split), [])  # type: ignore[arg-type]
 
 
 def test_auto_slices_long_rows_of_layers_that_are_recomputed() -> None:
@@ -59,6 +62,8 @@ def test_auto_slices_long_rows_of_layers_that_are_recomputed() -> None:
     # Where the compiler is left open, it goes first up to a length at which attention takes most of the time.
     assert count(instead - 1, "inductor") is None and count(instead, "inductor") == SliceCount()
     assert count(instead, "inductor", torch_compile=True) is None
+    config = SFTConfig(max_length=instead, gradient_checkpointing=True, per_device_train_batch_size=1)
+    assert slice_count(config, model, EngineSettings(tp_size=2)) is None
 
 
 SHORT = {"max_steps": 4, "max_length": 32}
