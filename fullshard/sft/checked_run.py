@@ -147,8 +147,8 @@ def sharding_settings(config: SFTConfig, launched: EngineSettings | None, notes:
         )
     if (config.slices or 1) > 1 and max(engine.tp_size, engine.ep_size) > 1:
         raise ConfigError(
-            f"sequence_slices is {config.slices}, tp_size {engine.tp_size} and ep_size {engine.ep_size}: layers that are "
-            f"split over ranks exchange whole rows. Leave sequence_slices at auto, or tp_size and ep_size at 1."
+            f"sequence_slices is {config.slices}, tp_size {engine.tp_size} and ep_size {engine.ep_size}: layers that "
+            f"are split over ranks exchange whole rows. Leave sequence_slices at auto, or tp_size and ep_size at 1."
         )
     return dataclasses.replace(engine, **changes)
 
