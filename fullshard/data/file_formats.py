@@ -36,7 +36,7 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of Arrow's stream format."""
 BATCH = 256
 """Rows of a columnar file that are converted to Python objects at a time, at most."""
-BYTES = 8 << 20
+BYTES = 2 << 20
 """Bytes of such rows, at most: Python's objects take several times as much. A longer row comes alone."""
 
 
