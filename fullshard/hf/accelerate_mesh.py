@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import torch
-
+from fullshard.device.torch_private import tree_flatten, tree_unflatten
 from fullshard.distributed import data_ranks, runtime
 from fullshard.hf.accelerate_prepare import is_served
 
@@ -29,20 +28,25 @@ def gather_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         sharing = data_ranks.ranks_per_row()
         if not is_served(self) or sharing == 1:
             return original(self, input_data, use_gather_object)
-        from accelerate.utils import recursively_apply
-
-        def once(values: torch.Tensor) -> torch.Tensor:
-            by_rank = values.view(runtime.world_size(), -1, *values.shape[1:])
-            return by_rank[::sharing].flatten(0, 1)
-
         if not use_gather_object and _is_of_tensors(input_data):
             plain = self.gather
-            with mock.patch.object(self, "gather", lambda tensors: recursively_apply(once, plain(tensors))):
+            with mock.patch.object(self, "gather", lambda tensors: _rows_once(plain(tensors), tensors, sharing)):
                 return original(self, input_data, use_gather_object)
         mine = input_data if runtime.rank() % sharing == 0 else input_data[:0]
         return original(self, mine, True)
 
     return gathered
+
+
+def _rows_once(gathered: Any, tensors: Any, sharing: int) -> Any:
+    """What was gathered of tensors, with the rows of every rank that has its own. A tensor without rows is a value of
+    each process, as libraries count on."""
+    values, tree = tree_flatten(gathered)
+    for index, mine in enumerate(tree_flatten(tensors)[0]):
+        if mine.ndim:
+            by_rank = values[index].view(runtime.world_size(), -1, *mine.shape[1:])
+            values[index] = by_rank[::sharing].flatten(0, 1)
+    return tree_unflatten(values, tree)
 
 
 def _is_of_tensors(value: Any) -> bool:

@@ -103,7 +103,7 @@ def shard(accelerator: Any, model: nn.Module) -> Any:
 
         wrapped = four_bit.wrap(settings, model, options)
     else:
-        wrapped = shard_model(model, settings, **options)
+        wrapped = shard_model(model, settings, split_tables=False, **options)
     runtime.get_logger().info("%s: %s", type(model).__name__, str(wrapped.plan).splitlines()[0])
     return wrapped
 

@@ -64,8 +64,8 @@ def _leave_tensor_parallelism(options: dict[str, Any]) -> None:
     for name in ("tp_size", "device_mesh"):
         options.pop(name, None)
     runtime.warn_once(
-        "tp_plan", "from_pretrained(tp_plan='auto'): the model is split when it is prepared, over the tp_size ranks of "
-        "fullshard launch or of ParallelismConfig"
+        "tp_plan", "from_pretrained(tp_plan='auto'): the model is split when it is prepared; set tp_size of fullshard "
+        "launch or of ParallelismConfig"
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def wrap(settings: EngineSettings, model: nn.Module, options: dict[str, Any]) ->
         later = {id(p) for layer in layers for p in layer.parts.values()}
         sync_values.share(model, mesh, later)
         options = {**options, "sync_module_states": False}
-    wrapped = shard_model(model, settings, mesh, **options)
+    wrapped = shard_model(model, settings, mesh, split_tables=False, **options)
     _read_slices(wrapped, layers)
     return wrapped
 

@@ -35,13 +35,14 @@ from fullshard.spmd.mesh import VirtualMesh
 
 def shard_model(
     model: nn.Module, settings: EngineSettings, mesh: Mesh | None = None, *, say: Callable[[str], None] | None = None,
-    **overrides: Any,
+    split_tables: bool = True, **overrides: Any,
 ) -> Any:  # fmt: skip
     """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings;
-    `say` is called when compilation begins."""
+    `say` is called when compilation begins. Without `split_tables`, tensor parallelism leaves embedding and head whole:
+    code of a script may multiply by their weights itself."""
     mesh = mesh if mesh is not None else build_mesh(settings)
     if settings.tp_size > 1:
-        split_model(model, mesh, settings.tp_plan, say=say)
+        split_model(model, mesh, settings.tp_plan, tables=split_tables, say=say)
     if (dtype := engines.current().buffer_dtype(settings)) is not None:
         precision = MixedPrecision.of(overrides.get("mixed_precision", settings.mixed_precision))
         overrides["mixed_precision"] = dataclasses.replace(precision, buffer_dtype=dtype)

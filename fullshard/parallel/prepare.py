@@ -48,7 +48,7 @@ def prepare(*objects: Any, settings: EngineSettings | None = None, loss_reductio
         if isinstance(one, nn.Module):
             if isinstance(one, FSDPv2):
                 raise ConfigError(f"prepare: this {type(one).__name__} is already sharded; prepare a model once")
-            prepared[id(one)] = shard_model(one, settings)
+            prepared[id(one)] = shard_model(one, settings, split_tables=False)
             runtime.get_logger().info("%s: %s", type(one).__name__, str(prepared[id(one)].plan).splitlines()[0])
     for one in objects:
         if isinstance(one, Optimizer):

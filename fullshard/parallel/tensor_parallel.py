@@ -21,16 +21,18 @@ SPLIT = "_fullshard_exchanges"
 
 
 def split_model(
-    model: nn.Module, mesh: Mesh, changes: Mapping[str, str] | None = None, *, say: Callable[[str], None] | None = None
-) -> None:
+    model: nn.Module, mesh: Mesh, changes: Mapping[str, str] | None = None, *, tables: bool = True,
+    say: Callable[[str], None] | None = None,
+) -> None:  # fmt: skip
     """Split a model along `tp` of a mesh: annotate its parameters for `FSDPv2` and put borders around its layers. All
-    ranks of a mesh that exists must call it; `say` is called with a line about what could not be tried."""
+    ranks of a mesh that exists must call it. Without `tables`, embedding and head stay whole; `say` is called with a
+    line about what could not be tried."""
     size, absent = mesh.shape()[AXIS], isinstance(mesh, VirtualMesh)
-    layers = split_layers(model, changes)
+    layers = split_layers(model, changes, tables=tables)
     check_sizes(model, layers, size)
 
     def trial() -> TensorVerdict:
-        return try_plan(model, changes)
+        return try_plan(model, changes, tables=tables)
 
     verdict = trial() if absent else on_rank_0(trial, "trial of tensor parallelism")
     name = type(get_causal_lm(model)).__name__

@@ -83,8 +83,11 @@ class SplitParameter(NamedTuple):
         return parameter
 
 
-def split_layers(model: nn.Module, changes: Mapping[str, str] | None = None) -> list[SplitLayer]:
-    """The layers that are split, by the model's plan and the user's changes to it."""
+def split_layers(
+    model: nn.Module, changes: Mapping[str, str] | None = None, *, tables: bool = True
+) -> list[SplitLayer]:
+    """The layers that are split, by the model's plan and the user's changes to it. Without `tables`, embedding and
+    head stay whole: code of a script may multiply by their weights itself."""
     inner = get_causal_lm(model)
     plan = {**dict(getattr(inner, "tp_plan", None) or {}), **(changes or {})}
     if not plan:
@@ -106,7 +109,7 @@ def split_layers(model: nn.Module, changes: Mapping[str, str] | None = None) -> 
             )
         if not matches and pattern in (changes or {}):
             raise ConfigError(
-                f"tp_plan: no module of {type(inner).__name__} matches {pattern!r}; names look like "
+                f"tp_plan: no module of {type(inner).__name__} matches {pattern!r}; expected a name such as "
                 f"{', '.join([name for name in modules if name][-3:])}"
             )
         layers += [
@@ -114,6 +117,9 @@ def split_layers(model: nn.Module, changes: Mapping[str, str] | None = None) -> 
             for name in matches
             if STYLES[style] != Style()
         ]
+    if not tables:
+        whole = {id(inner.get_input_embeddings()), id(inner.get_output_embeddings())}
+        return [one for one in layers if id(one.layer) not in whole]
     return _with_tied_tables(inner, layers)
 
 
@@ -238,7 +244,7 @@ def check_sizes(model: nn.Module, layers: list[SplitLayer], size: int) -> None:
         fitting = [n for n in range(1, min(counts.values()) + 1) if all(count % n == 0 for count in counts.values())]
         raise ConfigError(
             f"tp_size {size}: {type(inner).__name__} has {count} {words}, which {size} ranks cannot share equally; "
-            f"sizes that fit: {', '.join(map(str, fitting))}"
+            f"expected one of {', '.join(map(str, fitting))}"
         )
     kinds = {str(getattr(one.peft_type, "value", one.peft_type)) for one in getattr(model, "peft_config", {}).values()}
     if "PREFIX_TUNING" in kinds:
@@ -273,18 +279,29 @@ class Exchange(NamedTuple):
 
 def exchanges(layers: list[SplitLayer]) -> dict[str, Exchange]:
     """The exchanges of split layers, by name. Layers that share an input exchange its gradient once."""
-    found: dict[str, Exchange] = {}
+    by_name: dict[str, Exchange] = {}
     shared: set[tuple[nn.Module, int]] = set()
     for one in layers:
-        sizes: Any = one.layer
-        width = getattr(sizes, "embedding_dim", None)
-        out, into = (width, 0) if width is not None else (sizes.out_features, sizes.in_features)
+        if not one.style.enters and not one.style.leaves:
+            continue  # norms of this rank's heads
+        out, into = _widths(one)
         once = one.style.enters == "whole" and (one.parent, into) not in shared
         shared.add((one.parent, into))
-        found[one.name] = Exchange(
+        config: Any = one.parent.config if one.style.leaves == "rope slices" else None
+        by_name[one.name] = Exchange(
             forward_sum=out if one.style.leaves in ("terms", "token terms") else 0,
-            backward_sum=into if once else 0,
+            backward_sum=into if once else config.qk_rope_head_dim if config is not None else 0,
             forward_gather=out if one.style.leaves == "slices" else 0,
             backward_gather=into if one.style.enters == "slice" else 0,
         )
-    return found
+    return by_name
+
+
+def _widths(one: SplitLayer) -> tuple[int, int]:
+    """The widths of the output and the input of a layer; of a block of layers, those of its last and its first."""
+    tables = [m for m in one.layer.modules() if isinstance(m, nn.Embedding)]
+    if tables:
+        return int(tables[0].embedding_dim), 0
+    own = [one.layer] if hasattr(one.layer, "out_features") else one.layer.modules()
+    linear: list[Any] = [m for m in own if hasattr(m, "out_features")]
+    return int(linear[-1].out_features), int(linear[0].in_features)

@@ -7,9 +7,10 @@ whose input is no slice) shows in the loss or in a gradient. So plans are tried,
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,10 @@ from fullshard.models.tiny_model import (
     small_models,
 )
 from fullshard.parallel.tensor_borders import install_borders
-from fullshard.parallel.tensor_plan import check_sizes, split_layers, split_parameters
+from fullshard.parallel.tensor_plan import SplitLayer, check_sizes, split_layers, split_parameters
 
+LayersOf = Callable[[Any], list[SplitLayer]]
+"""The layers of a model that are split."""
 RANKS = 2
 TOKENS = 12
 PATIENCE = 20.0
@@ -50,19 +53,19 @@ class TensorVerdict:
     """Parameters besides those of the plan of whose gradient each rank has a term; `*` stands for numbers."""
 
 
-def try_plan(model: nn.Module, changes: Mapping[str, str] | None) -> TensorVerdict:
-    """Try the plan of a model, with the user's changes."""
+def try_plan(model: nn.Module, changes: Mapping[str, str] | None, *, tables: bool = True) -> TensorVerdict:
+    """Try the plan of a model, with the user's changes; without `tables`, embedding and head stay whole."""
     device, reason = torch.device("cpu"), "no small model of its class can be split over two ranks"
     with forked_random(device), quiet_transformers(), without_flex():
         try:
             for small in small_models(bare_model(get_causal_lm(model)), device, RANKS):
                 try:
                     with device:
-                        check_sizes(small, split_layers(small, changes), RANKS)
+                        check_sizes(small, split_layers(small, changes, tables=tables), RANKS)
                 except ConfigError:
                     continue  # too few heads; the next one is larger
                 with device:
-                    return _compare(small, changes)
+                    return _compare(small, functools.partial(split_layers, changes=changes, tables=tables))
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return TensorVerdict(False, reason)
@@ -73,11 +76,11 @@ def generic(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def _compare(small: Any, changes: Mapping[str, str] | None) -> TensorVerdict:
+def _compare(small: Any, layers_of: LayersOf) -> TensorVerdict:
     small.requires_grad_(True)
     ids = torch.randint(SPECIAL, VOCABULARY, (2, TOKENS))
     loss = _loss(small, ids)
-    copies = _run_ranks(small, ids, changes)
+    copies = _run_ranks(small, ids, layers_of)
     if isinstance(copies, Exception):
         return TensorVerdict(True, f"a rank fails: {type(copies).__name__}: {str(copies).splitlines()[0]}")
     expected = dict(small.named_parameters())
@@ -123,7 +126,7 @@ Outcome = tuple[float, dict[str, torch.Tensor], dict[str, tuple[int | None, bool
 """Loss, gradients, and by name of a parameter the dim that is split and whether ranks have terms of its gradient."""
 
 
-def _run_ranks(small: Any, ids: torch.Tensor, changes: Mapping[str, str] | None) -> list[Outcome] | Exception:
+def _run_ranks(small: Any, ids: torch.Tensor, layers_of: LayersOf) -> list[Outcome] | Exception:
     """The outcomes of the ranks, or the error of one."""
     outcomes: list[Any] = [None] * RANKS
     group = ThreadGroup(RANKS, PATIENCE)
@@ -133,7 +136,7 @@ def _run_ranks(small: Any, ids: torch.Tensor, changes: Mapping[str, str] | None)
         try:
             model = copies[place]
             model.zero_grad(set_to_none=True)
-            dims = _slice(model, changes, group.ranks[place])
+            dims = _slice(model, layers_of(model), group.ranks[place])
             loss = _loss(model, ids)
             grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             outcomes[place] = loss, grads, dims
@@ -152,9 +155,9 @@ def _run_ranks(small: Any, ids: torch.Tensor, changes: Mapping[str, str] | None)
     return first[0] if first else outcomes
 
 
-def _slice(model: Any, changes: Mapping[str, str] | None, group: RankGroup) -> dict[str, tuple[int | None, bool]]:
+def _slice(model: Any, layers: list[SplitLayer], group: RankGroup) -> dict[str, tuple[int | None, bool]]:
     """Let a model compute with a rank's slices."""
-    layers, names = split_layers(model, changes), {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     dims, slices = {}, {}
     for split in [split for one in layers for split in split_parameters(one)]:
         whole = split.parameter

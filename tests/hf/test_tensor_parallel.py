@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.hf.launched import EXAMPLES, alone, launched, result
+from tests.pool import ROOT
 
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 
@@ -54,3 +55,20 @@ def test_trainer_with_the_launcher_s_flag(model, tmp_path):
     for name in ("before", "losses", "eval_losses"):
         assert found[name] == pytest.approx(expected[name], abs=1e-5), name
     assert found["answer"] == expected["answer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_sft_of_trl_with_an_adapter(processes, tmp_path):
+    """Its loss multiplies by the head's weight itself, and its count of tokens divides by the ranks that share rows."""
+    script = Path(__file__).with_name("trl_tensor_parallel.py")
+    for name in ("alone", "ours"):
+        (tmp_path / name).mkdir()
+    model = ROOT / "quickstart" / "model"
+    alone(script, "--model", model, "--output_dir", tmp_path / "alone")
+    flags = ("--tp_size", "2")
+    launched(script, "--model", model, "--output_dir", tmp_path / "ours", flags=flags, processes=processes)
+    found, expected = result(tmp_path / "ours"), result(tmp_path / "alone")
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    assert found["num_tokens"] == expected["num_tokens"]
