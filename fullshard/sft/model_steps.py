@@ -120,7 +120,7 @@ def ready_model(
     compiled = choose_compilation(config, engine, size(model), steps, device)
     keep_tables_whole(model)
     fuse_adapter(config, model, device, say)
-    slices = slice_count(config, model, compiled)
+    slices = slice_count(config, model, engine, compiled.backend.lower() != "no")
     if slices is None or not choose_slices(config, engine, model, slices, say):
         engine = compiled
     if config.neftune_noise_alpha:

@@ -25,22 +25,19 @@ RATHER_THAN_COMPILED = 8 * FEWEST * ELEMENTS
 tokens of 4,096): attention takes most of the time then, which the compiler leaves as it is."""
 
 
-def slice_count(config: SFTConfig, model: Any, engine: EngineSettings) -> SliceCount | None:
-    """Into how many slices the parts of layers are divided; None where they run whole. `engine` has the compiler that
-    the run would choose."""
-    compiled = engine.backend.lower() != "no"
+def slice_count(config: SFTConfig, model: Any, engine: EngineSettings, compiles: bool) -> SliceCount | None:
+    """Into how many slices the parts of layers are divided; None where they run whole. `compiles` is whether layers
+    would be compiled where the settings leave it open."""
     if (count := config.slices) is not None:
         return SliceCount(count) if count >= FEWEST else None
     recomputes = config.gradient_checkpointing or engine.activation_checkpointing
     if not recomputes or config.max_length is None or engines.current().compiles_steps:
         return None
-    if max(engine.tp_size, engine.ep_size) > 1:  # ranks exchange tokens inside these parts
-        return None
-    if compiled and config.torch_compile is not None:
+    if engine.backend.lower() != "no" or max(engine.tp_size, engine.ep_size) > 1:  # ranks exchange tokens inside parts
         return None
     width = getattr(get_causal_lm(model).config.get_text_config(), "hidden_size", 0)
     elements = config.max_length * config.per_device_train_batch_size * width
-    return SliceCount() if elements >= (RATHER_THAN_COMPILED if compiled else FEWEST * ELEMENTS) else None
+    return SliceCount() if elements >= (RATHER_THAN_COMPILED if compiles else FEWEST * ELEMENTS) else None
 
 
 def choose_slices(config: SFTConfig, engine: EngineSettings, model: Any, count: SliceCount, say: Say) -> bool:

@@ -49,21 +49,21 @@ def test_auto_slices_long_rows_of_layers_that_are_recomputed() -> None:
     model: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=width)))
     least, instead = FEWEST * ELEMENTS // width, RATHER_THAN_COMPILED // width
 
-    def count(tokens: int | None, backend: str = "no", **changes: Any) -> SliceCount | None:
+    def count(tokens: int | None, compiles: bool = False, backend: str = "no", **changes: Any) -> SliceCount | None:
         config = SFTConfig(
             **{"max_length": tokens, "gradient_checkpointing": True, "per_device_train_batch_size": 1, **changes}
         )
-        return slice_count(config, model, EngineSettings(backend=backend))
+        return slice_count(config, model, EngineSettings(backend=backend), compiles)
 
     assert count(least) == SliceCount() and count(least - 1) is None and count(None) is None
     assert count(least // 2, per_device_train_batch_size=2) == SliceCount()
     assert count(least, gradient_checkpointing=False) is None and count(least, sequence_slices="1") is None
     assert count(16, sequence_slices="4", gradient_checkpointing=False) == SliceCount(4)
     # Where the compiler is left open, it goes first up to a length at which attention takes most of the time.
-    assert count(instead - 1, "inductor") is None and count(instead, "inductor") == SliceCount()
-    assert count(instead, "inductor", torch_compile=True) is None
+    assert count(instead - 1, True) is None and count(instead, True) == SliceCount()
+    assert count(instead, True, "inductor") is None
     config = SFTConfig(max_length=instead, gradient_checkpointing=True, per_device_train_batch_size=1)
-    assert slice_count(config, model, EngineSettings(tp_size=2)) is None
+    assert slice_count(config, model, EngineSettings(tp_size=2), False) is None
 
 
 SHORT = {"max_steps": 4, "max_length": 32}
