@@ -585,11 +585,14 @@ def coalescing() -> None:
     accepts(torch_private.coalescing_manager, "group", "async_ops")
 
 
-@check("device_types", "backend_for", "backend_timeout", "set_group_timeout", "all_groups", "default_store")
+@check(
+    "device_types", "backend_for", "backend_timeout", "set_group_timeout", "all_groups", "group_named", "default_store"
+)  # fmt: skip
 def process_groups() -> None:
     on_one_device()
     world = dist.group.WORLD
     assert world is not None and world in torch_private.all_groups()
+    assert torch_private.group_named(world.group_name) is world
     assert "cpu" in torch_private.device_types(world)
     backend = torch_private.backend_for(world, "cpu")
     assert backend.name().lower() == "gloo"

@@ -97,7 +97,7 @@ ELSEWHERE = {
     "dataloader_pin_memory": "needs a GPU", "report_to": "test_loggers", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
     "trust_packing": "test_packing_check", "router_aux_loss_coef": "test_own_loss", "rope_scaling": "test_rope_scaling",
     "optim_target_modules": "test_optimizers", "fused_lora": "test_fused_sharded", "lora_experts": "test_all_linear",
-    "offload_embedding": "test_host_weights", "offload_experts": "test_host_weights", "skip_plan": "test_plan_first",
+    "sequence_slices": "test_sequence_slices", "offload_embedding": "test_host_weights", "offload_experts": "test_host_weights", "skip_plan": "test_plan_first",
     "torch_compile_backend": "test_compilation", "torch_compile_mode": "needs a compiler",
     "trust_remote_code": "test_peers", "use_cpu": "test_peers", "accelerator_config": "test_peers", "activation_offloading": "test_peers",
     "disable_tqdm": "test_peers", "tf32": "needs a GPU", "full_determinism": "test_peers", "torch_empty_cache_steps": "needs a GPU",
