@@ -98,7 +98,7 @@ def test_with_collectives() -> None:
 
 @ranks(2, 4)
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("GptOss", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("routing", ["spread", "all to the last expert"])
 def test_as_on_one_device(family: str, sizes: str, routing: str, world_size: int) -> None:
     runtime.use_spmd()
