@@ -290,7 +290,7 @@ def exchanges(layers: list[SplitLayer]) -> dict[str, Exchange]:
         if not (one.style.enters or one.style.leaves):
             continue
         sizes: Any = getattr(one.layer, "original_module", one.layer)
-        out: int = getattr(sizes, "embedding_dim", None) or getattr(sizes, "out_features", 0)
+        out: int = getattr(sizes, "embedding_dim", 0) or getattr(sizes, "out_features", 0)
         into: int = getattr(sizes, "in_features", 0)
         once = one.style.enters == "whole" and (one.parent, into) not in shared
         shared.add((one.parent, into))
