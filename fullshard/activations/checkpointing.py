@@ -37,22 +37,38 @@ def checkpoint_module(module: nn.Module, *, reentrant: bool = False, offload: bo
         engines.require("inputs in host memory", "checkpoint_module(offload=True)")
     if is_checkpointed(module):
         return module
-    if "forward" in vars(module):
-        module.__dict__[OWN] = _unbound(module, module.forward)
     way = _ways().from_host if offload else _ways().reentrant if reentrant else _ways().recomputed
     if offload:
         never_compile(way)  # what it calls is compiled: the same code as without offload
-    module.forward = types.MethodType(way, module)
+    replace_forward(module, way)
     return module
 
 
 def keep_activations(module: nn.Module) -> nn.Module:
     """Undo `checkpoint_module`."""
     if is_checkpointed(module):
-        del module.forward
-        if OWN in vars(module):
-            module.forward = types.MethodType(module.__dict__.pop(OWN), module)
+        restore_forward(module)
     return module
+
+
+def replace_forward(module: nn.Module, way: Callable[..., Any]) -> None:
+    """Let calls of a module run a function of the module and its inputs, which calls `own_forward`."""
+    if "forward" in vars(module):
+        module.__dict__[OWN] = _unbound(module, module.forward)
+    module.forward = types.MethodType(way, module)
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Undo `replace_forward`."""
+    del module.forward
+    if OWN in vars(module):
+        module.forward = types.MethodType(module.__dict__.pop(OWN), module)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module whose forward was replaced: a function of the module and its inputs."""
+    forward: Callable[..., Any] = module.__dict__.get(OWN) or type(module).forward
+    return forward
 
 
 def _unbound(module: nn.Module, forward: Any) -> Any:
@@ -79,7 +95,7 @@ def _ways() -> _Ways:
     checkpoint = engines.current().checkpoint
 
     def recomputed(module: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = module.__dict__.get(OWN) or type(module).forward
+        forward = own_forward(module)
         if not torch.is_grad_enabled():
             return forward(module, *args, **kwargs)
         return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
@@ -88,7 +104,7 @@ def _ways() -> _Ways:
         # Re-entrant checkpointing passes gradients through positional tensor arguments only.
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in(args)):
             return recomputed(module, *args, **kwargs)
-        forward = module.__dict__.get(OWN) or type(module).forward
+        forward = own_forward(module)
         return checkpoint(functools.partial(forward, module, **kwargs), *args, use_reentrant=True)
 
     def from_host(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,18 +10,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
 from fullshard.activations.checkpointing import checkpoint_module, keep_activations
+from fullshard.activations.slices import SliceCount, run_whole, slice_module
 from fullshard.fsdp.compile import VARIANT
 
 Kind = TypeVar("Kind")
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 """The names of the feed-forward part in the layers of language models."""
-
-
+SLICED = "_fullshard_sliced_parts"
+"""The attribute of a layer with parts that run in slices of the sequence: its `SlicedParts`."""
 HALVINGS = 24
 """How often the interval is halved in which the room lies that just fits."""
 
@@ -31,7 +32,8 @@ class Level(enum.IntEnum):
 
     KEEP_ALL = 0
     RECOMPUTE_MLP = 1
-    """Recompute the inside of the feed-forward part, which has the largest activations."""
+    """Recompute the inside of the feed-forward part, which has the largest activations; of a layer that runs in slices
+    of the sequence, the inside of every part that does."""
     RECOMPUTE = 2
     """Recompute the layer from its input."""
     OFFLOAD = 3
@@ -39,16 +41,47 @@ class Level(enum.IntEnum):
 
 
 def set_level(layer: nn.Module, level: Level, *, reentrant: bool = False) -> None:
-    """Let a layer keep what a level says, from its next forward on."""
-    mlp = mlp_of(layer)
+    """Let a layer keep what a level says, from its next forward on. Slices of the sequence are computed again in
+    backward, so a layer that keeps everything has none."""
+    mlp, sliced = mlp_of(layer), sliced_parts(layer)
     layer.__dict__[VARIANT] = level
     keep_activations(layer)
     if mlp is not None:
         keep_activations(mlp)
-    if level is Level.RECOMPUTE_MLP and mlp is not None:
+    for part in sliced:
+        if level is Level.KEEP_ALL:
+            run_whole(part)
+        else:
+            slice_module(part, layer.__dict__[SLICED].slices)
+    if level is Level.RECOMPUTE_MLP and mlp is not None and not sliced:
         checkpoint_module(mlp)
-    elif level is not Level.KEEP_ALL:
+    elif level >= Level.RECOMPUTE:
         checkpoint_module(layer, reentrant=reentrant, offload=level is Level.OFFLOAD)
+
+
+class SlicedParts(NamedTuple):
+    """The parts of a layer that run in slices of the sequence."""
+
+    modules: tuple[nn.Module, ...]
+    slices: SliceCount
+
+
+def run_in_slices(layer: nn.Module, parts: Sequence[nn.Module], count: SliceCount) -> None:
+    """Let parts of a layer run in slices of the sequence, unless it keeps everything."""
+    layer.__dict__[SLICED] = SlicedParts(tuple(parts), count)
+    for part in parts:
+        slice_module(part, count)
+
+
+def sliced_parts(layer: nn.Module) -> Sequence[nn.Module]:
+    """The parts of a layer that run in slices."""
+    marked: SlicedParts | None = vars(layer).get(SLICED)
+    return () if marked is None else marked.modules
+
+
+def has_slices(model: nn.Module) -> bool:
+    """Whether parts of a model's layers run in slices of the sequence."""
+    return any(sliced_parts(module) for module in model.modules())
 
 
 def mlp_of(layer: nn.Module) -> nn.Module | None:
@@ -61,6 +94,14 @@ def full_checkpointing(layers: int, offload: bool) -> list[Level]:
     return [Level.OFFLOAD if offload else Level.RECOMPUTE] * (layers - 1) + [Level.RECOMPUTE] * min(1, layers)
 
 
+def limit_offload(levels: Sequence[Level], most: int | None) -> list[Level]:
+    """The levels with at most so many inputs on the host: those of the first layers, which wait the longest."""
+    if most is None:
+        return list(levels)
+    moved = [i for i, level in enumerate(levels) if level is Level.OFFLOAD][:most]
+    return [Level.RECOMPUTE if level is Level.OFFLOAD and i not in moved else level for i, level in enumerate(levels)]
+
+
 def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
     """The kind of each layer: layers of one class with parameters of the same shapes keep the same."""
     known: dict[Any, int] = {}
@@ -71,8 +112,9 @@ def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
 def recompute_costs(layer: nn.Module) -> dict[Level, float]:
     """What recomputing a layer costs at each level that it can have: products per token. To move an input costs little
     beside them."""
-    mlp, whole = mlp_of(layer), _products(layer)
-    part = {Level.RECOMPUTE_MLP: _products(mlp)} if mlp is not None else {}
+    mlp, sliced, whole = mlp_of(layer), sliced_parts(layer), _products(layer)
+    parts = sliced or ([mlp] if mlp is not None else [])
+    part = {Level.RECOMPUTE_MLP: sum(map(_products, parts))} if parts else {}
     return {Level.KEEP_ALL: 0.0, **part, Level.RECOMPUTE: whole, Level.OFFLOAD: 1.02 * whole}
 
 
@@ -131,6 +173,8 @@ class LevelChoice(Generic[Kind]):
     """In use between steps."""
     floor: float = 0.0
     """What the update of the weights needs, whatever layers keep."""
+    on_host: int | None = None
+    """The most layers whose inputs the host has memory for; None: all of them."""
 
     def levels(self, error: float = 0.0) -> list[Level]:
         """The levels with the least recomputation whose peak is within the limit; `base` if there are none. `error` is
@@ -146,7 +190,7 @@ class LevelChoice(Generic[Kind]):
         if (most := fitting(math.inf)) is not None:
             return most
         if (best := fitting(0.0)) is None:
-            return list(self.base)
+            return limit_offload(self.base, self.on_host)
         below, above = 0.0, sum(max(self.sizes[kind].values()) for kind in self.kinds)
         for _ in range(HALVINGS):
             middle = (below + above) / 2
@@ -154,7 +198,7 @@ class LevelChoice(Generic[Kind]):
                 best, below = levels, middle
             else:
                 above = middle
-        return best
+        return self._raised(best, lambda levels: self.peak(levels) + error <= self.limit)
 
     def predicted(self, levels: Sequence[Level], error: float = 0.0) -> float:
         """The peak of a run with these levels."""
@@ -164,7 +208,36 @@ class LevelChoice(Generic[Kind]):
         """The levels of layers that may keep `room` bytes together. The input of the last layer is needed again at once
         and stays."""
         levels = choose_levels(*self._merged, room)
-        return [*levels[:-1], min(levels[-1], Level.RECOMPUTE)]
+        return limit_offload([*levels[:-1], min(levels[-1], Level.RECOMPUTE)], self.on_host)
+
+    def _raised(self, levels: list[Level], fits: Callable[[list[Level]], bool]) -> list[Level]:
+        """The levels with as many layers of a kind raised as still fit, what saves the most recomputation per byte
+        first. Room is not used up before: what one more byte lets a layer keep may be more than fits."""
+        sizes, costs, kinds = self._merged
+        raises = [
+            ((costs[kind][before] - costs[kind][after]) / max(each[after] - each[before], 1.0), kind, before, after)
+            for kind, each in sizes.items()
+            for before in each
+            for after in each
+            if costs[kind][before] > costs[kind][after] and kind in kinds
+        ]
+        for _, kind, before, after in sorted(raises, key=lambda one: -one[0]):
+            places = [i for i, one in enumerate(kinds) if one == kind]
+            most = sum(levels[i] is before for i in places)
+
+            def raised(count: int) -> list[Level]:
+                chosen = [levels[i] for i in places]  # noqa: B023 - called before the next turn
+                for _ in range(count):
+                    chosen[chosen.index(before)] = after  # noqa: B023
+                by_place = dict(zip(places, sorted(chosen, reverse=True), strict=True))  # noqa: B023
+                return [by_place.get(i, level) for i, level in enumerate(levels)]  # noqa: B023
+
+            below, above = 0, most + 1
+            while above - below > 1:
+                middle = (below + above) // 2
+                below, above = (middle, above) if fits(raised(middle)) else (below, middle)
+            levels = raised(below) if below else levels
+        return levels
 
     @cached_property
     def _merged(self) -> tuple[Any, Any, list[Kind]]:

@@ -35,7 +35,9 @@ CONTENT = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x1f\x8b": ".gz", b"PK\x0
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of Arrow's stream format."""
 BATCH = 256
-"""Rows of a columnar file that are converted to Python objects at a time."""
+"""Rows of a columnar file that are converted to Python objects at a time, at most."""
+BYTES = 2 << 20
+"""Bytes of such rows, at most: Python's objects take several times as much. A longer row comes alone."""
 
 
 FileReader = Callable[[Path, RowPosition], Iterator[RawRow]]
@@ -220,7 +222,9 @@ def _parquet(path: Path, start: RowPosition) -> Iterator[RawRow]:
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
                 if first + count > number:
-                    yield from _objects(path, file.iter_batches(BATCH, row_groups=[group]), first, number)
+                    fitting = BYTES * count // max(1, file.metadata.row_group(group).total_byte_size)
+                    rows = min(BATCH, max(1, fitting))
+                    yield from _objects(path, file.iter_batches(rows, row_groups=[group]), first, number)
                 first += count
     except (arrow.ArrowException, MemoryError) as error:
         raise DataError(f"{path} cannot be read as parquet: {_reason(error)}.") from None
@@ -247,10 +251,23 @@ def _objects(path: Path, batches: Iterable[Any], first: int, start: int) -> Iter
     """The rows of record batches as Python objects, from row `start` on; the first batch begins with row `first`."""
     for batch in batches:
         if first + batch.num_rows > start:
-            for begin in range(max(0, start - first), batch.num_rows, BATCH):
-                for number, row in enumerate(_to_objects(batch.slice(begin, BATCH)), first + begin):
-                    yield RawRow(f"{path}, row {number}", row, number + 1)
+            number = max(start, first)
+            for part in _small(batch.slice(number - first)):
+                for at, row in enumerate(_to_objects(part), number):
+                    yield RawRow(f"{path}, row {at}", row, at + 1)
+                number += part.num_rows
         first += batch.num_rows
+
+
+def _small(batch: Any) -> Iterator[Any]:
+    """A record batch in parts of few rows and bytes."""
+    rows = batch.num_rows
+    if rows > 1 and (rows > BATCH or batch.nbytes > BYTES):
+        half = BATCH if rows > BATCH else rows // 2
+        yield from _small(batch.slice(0, half))
+        yield from _small(batch.slice(half))
+    elif rows:
+        yield batch
 
 
 def _to_objects(batch: Any) -> list[Any]:

@@ -32,7 +32,7 @@ from fullshard.data.raw_row import RawRow
 from fullshard.data.row_formats import BadRows
 
 WEIGHT = 4 << 20
-"""Bytes of text after which a batch is full, however few its rows."""
+"""Bytes of text or tokens after which a batch is full, however few its rows."""
 PATIENCE = 5.0
 """Seconds to wait for a process to end."""
 
@@ -87,8 +87,8 @@ def _weight(value: Any) -> int:
         return len(value)
     if isinstance(value, Mapping):
         return sum(map(_weight, value.values()))
-    if isinstance(value, list | tuple) and value and not isinstance(value[0], int):
-        return sum(map(_weight, value))
+    if isinstance(value, list | tuple) and value:
+        return 8 * len(value) if isinstance(value[0], int) else sum(map(_weight, value))
     return 8
 
 

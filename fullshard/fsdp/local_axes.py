@@ -49,8 +49,9 @@ def compute_with_slices(
     for dim in range(parameter.ndim):
         if parameter.shape[dim] % layout.parts(dim):
             raise LayoutError(
-                f"a parameter of shape {tuple(parameter.shape)} with {layout.spec} on {mesh}: modules compute with "
-                f"slices of equal size, and {parameter.shape[dim]} is no multiple of {layout.parts(dim)}"
+                f"a parameter of shape {tuple(parameter.shape)} with {layout.spec} on {mesh}: expected a size "
+                f"that {layout.parts(dim)} divides, because modules compute with slices of equal size; it is "
+                f"{parameter.shape[dim]}"
             )
     if split:
         parameter._fullshard_layout = layout

@@ -64,8 +64,8 @@ def _leave_tensor_parallelism(options: dict[str, Any]) -> None:
     for name in ("tp_size", "device_mesh"):
         options.pop(name, None)
     runtime.warn_once(
-        "tp_plan", "from_pretrained(tp_plan='auto'): the model is split when it is prepared, over the tp_size ranks of "
-        "fullshard launch or of ParallelismConfig"
+        "tp_plan", "from_pretrained(tp_plan='auto'): the model is split when it is prepared; set tp_size of fullshard "
+        "launch or of ParallelismConfig"
     )  # fmt: skip
 
 

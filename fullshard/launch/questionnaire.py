@@ -195,3 +195,5 @@ def _ask_engine(ask: Asker, values: dict[str, Any]) -> None:
         values["dp_shard_size"] = ask.ask("How many ranks per replica", _positive("dp_shard_size"), "1")
     if not first and ask.yes("Split each layer over neighboring ranks (tensor parallelism)?", False):
         values["tp_size"] = ask.ask("Over how many ranks", _positive("tp_size"), "2")
+    if not first and ask.yes("Divide the experts of a mixture among ranks (expert parallelism)?", False):
+        values["ep_size"] = ask.ask("Among how many ranks", _positive("ep_size"), "2")

@@ -3,6 +3,7 @@
 A mask is a function of (seed, adapter, row, column), so that backward and recomputation draw the same one. The seed is
 a tensor, drawn from torch's generator where the layers are called: it depends on the run's seed, step and rank, and on
 the layer; checkpointing restores the generator before it recomputes. Each adapter of a group has a mask of its own.
+Layers that run in slices of the sequence (`activations/slices.py`) draw the same masks: a slice knows its first row.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fullshard.activations.slice_random import seeds_of_slice
 from fullshard.device import accelerator
 
 STEPS = 2**16
 """Probabilities are multiples of 1/STEPS."""
+BLOCK = 256
+"""Rows of a mask that CPUs draw from one generator."""
 
 
 OF_SLICE = "_fullshard_dropout_slice"
@@ -22,8 +26,11 @@ OF_SLICE = "_fullshard_dropout_slice"
 
 
 def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
-    """New seeds. The compiler knows this operator as a random one and does not repeat it in backward."""
-    return torch.randint(2**62, (count,), device=device)
+    """New seeds [count]; in a slice of the sequence [count, 2], each with the slice's first row. The compiler knows
+    this operator as a random one and does not repeat it in backward."""
+    if torch.compiler.is_compiling():
+        return torch.randint(2**62, (count,), device=device)
+    return seeds_of_slice(lambda: torch.randint(2**62, (count,), device=device))
 
 
 def seed_of_slice(seed: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -35,7 +42,7 @@ class Dropout(NamedTuple):
     """The dropout of a group's adapters."""
 
     seed: torch.Tensor
-    """int64 [1]"""
+    """int64 [1], or [1, 2] with the number of the first row"""
     probability: float
 
     @property
@@ -88,7 +95,10 @@ class Dropout(NamedTuple):
 
     def kept(self, shape: torch.Size, adapter: int) -> torch.Tensor:
         """The mask of an adapter on CPUs."""
-        key = (int(self.seed) + adapter * 0x9E3779B97F4A7C15) % 2**63
-        generator = torch.Generator().manual_seed(key)
-        bits = torch.empty(shape, dtype=torch.int32).random_(STEPS, generator=generator)
-        return bits >= self.threshold
+        seed, first = (*self.seed.flatten().tolist(), 0)[:2]
+        before, generator = first % BLOCK, torch.Generator()
+        bits = torch.empty(before + shape[0], *shape[1:], dtype=torch.int32)
+        for block, rows in enumerate(bits.split(BLOCK), first // BLOCK):
+            generator.manual_seed((seed + adapter * 0x9E3779B97F4A7C15 + block * 0xD1342543DE82EF95) % 2**63)
+            rows.random_(STEPS, generator=generator)
+        return bits[before:] >= self.threshold

@@ -90,7 +90,8 @@ def product(
     tiles = Tiles.of(columns, width)
     launch(
         _product, TILE, lambda rows: (triton.cdiv(tokens, rows), tiles.number), x,
-        x, a, h, seed, tokens, threshold, scale, size=size, columns=columns, width=width, **tiles.options(),
+        x, a, h, seed, tokens, threshold, scale, size=size, columns=columns, width=width, SLICED=is_slice(seed),
+        **tiles.options(),
     )  # fmt: skip
     return h
 
@@ -109,7 +110,8 @@ def grad_weight(
     with accelerator.using(x.device):
         _grad_weight[(triton.cdiv(size, COLUMNS), tiles.number, parts)](
             dh, x, sums, seed, tokens, threshold, size, columns, width,
-            LENGTH=length, **tiles.options(), **TILE | {"STAGES": STAGES if x.element_size() <= 2 else 1},
+            LENGTH=length, SLICED=is_slice(seed), **tiles.options(),
+            **TILE | {"STAGES": STAGES if x.element_size() <= 2 else 1},
         )  # fmt: skip
     return sums.sum(0).mul_(scale).to(x.dtype)
 
@@ -126,7 +128,7 @@ def grad_input(
     launch(
         _grad_input, TILE, lambda rows: (triton.cdiv(size, COLUMNS), triton.cdiv(tokens, rows)), out,
         out, dh, a, seed, tokens, threshold, scale, size=size, columns=len(a), width=width, ADDS=dx is not None,
-        TILE=Tiles.of(width, width).width,
+        SLICED=is_slice(seed), TILE=Tiles.of(width, width).width,
     )  # fmt: skip
     return out
 
@@ -137,7 +139,9 @@ def apply_dropout(x: torch.Tensor, seed: torch.Tensor, threshold: int, scale: fl
     out = torch.empty_like(x)
     grid = (triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS))
     with accelerator.using(x.device):
-        _drop[grid](x, out, seed, *x.shape, threshold, scale, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+        _drop[grid](
+            x, out, seed, *x.shape, threshold, scale, ROWS=ROWS, COLUMNS=COLUMNS, SLICED=is_slice(seed), num_warps=WARPS
+        )
     return out
 
 
@@ -146,8 +150,23 @@ def dropout_mask(shape: tuple[int, int], adapter: int, seed: torch.Tensor, thres
     mask = torch.empty(shape, dtype=torch.int8, device=seed.device)
     grid = (triton.cdiv(shape[0], ROWS), triton.cdiv(shape[1], COLUMNS))
     with accelerator.using(seed.device):
-        _mask[grid](mask, seed, *shape, adapter, threshold, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+        _mask[grid](
+            mask, seed, *shape, adapter, threshold, ROWS=ROWS, COLUMNS=COLUMNS, SLICED=is_slice(seed), num_warps=WARPS
+        )
     return mask.bool()
+
+
+def is_slice(seed: torch.Tensor | None) -> bool:
+    """Whether a seed comes with the first row of a slice of the sequence."""
+    return seed is not None and seed.numel() == 2
+
+
+@triton.jit
+def _row_of_mask(seed, first_row, SLICED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row of the mask that belongs to a row of the tensor: in a slice, rows count from those of the whole."""
+    if SLICED:
+        first_row += tl.load(seed + 1)
+    return first_row
 
 
 @triton.jit
@@ -174,14 +193,14 @@ def _first(columns_of_tile, width: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: 
 @Kernel
 def _product(  # type: ignore[no-untyped-def]
     x, a, h, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, ADAPTERS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SLICED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
+    ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
     first, c = _first(tl.program_id(1), width, ADAPTERS, PARTS, TILE)
     mine = (c >= 0) & (c < columns)
-    key = tl.load(seed)
+    key, mask_row = tl.load(seed), _row_of_mask(seed, first_row, SLICED)
     sums = tl.zeros((ROWS, TILE), dtype=tl.float32)
     for start in tl.range(0, size, COLUMNS, num_stages=STAGES):
         k = start + tl.arange(0, COLUMNS)
@@ -189,7 +208,7 @@ def _product(  # type: ignore[no-untyped-def]
         values = tl.load(x + row.to(tl.int64)[:, None] * size + k[None, :], mask=inside, other=0.0)
         rows = tl.load(a + c[:, None] * size + k[None, :], mask=mine[:, None] & (k < size)[None, :], other=0.0)
         for i in tl.static_range(ADAPTERS):
-            keep = _kept(key, first + i, first_row, start, threshold, ROWS, COLUMNS)
+            keep = _kept(key, first + i, mask_row, start, threshold, ROWS, COLUMNS)
             own = tl.where((c // width == first + i)[:, None], rows, 0.0).to(rows.dtype)
             sums += tl.dot(tl.where(keep, values, 0.0).to(values.dtype), tl.trans(own), input_precision="ieee")
     inside = (row < tokens)[:, None] & mine[None, :]
@@ -199,8 +218,8 @@ def _product(  # type: ignore[no-untyped-def]
 @Kernel
 def _grad_weight(  # type: ignore[no-untyped-def]
     dh, x, out, seed, tokens, threshold, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr,
-    ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
+    SLICED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, LENGTH: tl.constexpr,
+    TILE: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     first_column = tl.program_id(0) * COLUMNS
     k = first_column + tl.arange(0, COLUMNS)
@@ -216,7 +235,7 @@ def _grad_weight(  # type: ignore[no-untyped-def]
         inside = (row < tokens)[:, None] & mine[None, :]
         grads = tl.load(dh + row.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0.0)
         for i in tl.static_range(ADAPTERS):
-            keep = _kept(key, first + i, start, first_column, threshold, ROWS, COLUMNS)
+            keep = _kept(key, first + i, _row_of_mask(seed, start, SLICED), first_column, threshold, ROWS, COLUMNS)
             own = tl.where((c // width == first + i)[None, :], grads, 0.0).to(grads.dtype)
             sums += tl.dot(tl.trans(own), tl.where(keep, values, 0.0).to(values.dtype), input_precision="ieee")
     place = out + tl.program_id(2).to(tl.int64) * columns * size + c[:, None] * size + k[None, :]
@@ -226,13 +245,14 @@ def _grad_weight(  # type: ignore[no-untyped-def]
 @Kernel
 def _grad_input(  # type: ignore[no-untyped-def]
     dx, dh, a, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
-    ADDS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    ADDS: tl.constexpr, TILE: tl.constexpr, SLICED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     first_column, first_row = tl.program_id(0) * COLUMNS, tl.program_id(1) * ROWS
     row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     inside = (row < tokens)[:, None] & (k < size)[None, :]
     place = dx + row.to(tl.int64)[:, None] * size + k[None, :]
-    key = tl.load(seed)
+    key, mask_row = tl.load(seed), _row_of_mask(seed, first_row, SLICED)
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     if ADDS:
         sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
@@ -247,26 +267,30 @@ def _grad_input(  # type: ignore[no-untyped-def]
                 a + c[:, None] * size + k[None, :], mask=(r < width)[:, None] & (k < size)[None, :], other=0.0
             )
             part += tl.dot(grads, rows, input_precision="ieee")
-        keep = _kept(key, adapter, first_row, first_column, threshold, ROWS, COLUMNS)
+        keep = _kept(key, adapter, mask_row, first_column, threshold, ROWS, COLUMNS)
         sums += tl.where(keep, part * scale, 0.0)
     tl.store(place, sums.to(dx.dtype.element_ty), mask=inside)
 
 
 @Kernel
-def _mask(out, seed, tokens, size, adapter, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mask(out, seed, tokens, size, adapter, threshold, SLICED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-    keep = _kept(tl.load(seed), adapter, first_row, first_column, threshold, ROWS, COLUMNS)
+    mask_row = _row_of_mask(seed, first_row, SLICED)
+    keep = _kept(tl.load(seed), adapter, mask_row, first_column, threshold, ROWS, COLUMNS)
     inside = (row < tokens)[:, None] & (k < size)[None, :]
     tl.store(out + row.to(tl.int64)[:, None] * size + k[None, :], keep.to(tl.int8), mask=inside)
 
 
 @Kernel
-def _drop(x, out, seed, tokens, size, threshold, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _drop(  # type: ignore[no-untyped-def]
+    x, out, seed, tokens, size, threshold, scale, SLICED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     inside = (row < tokens)[:, None] & (k < size)[None, :]
     place = row.to(tl.int64)[:, None] * size + k[None, :]
-    keep = _kept(tl.load(seed), 0, first_row, first_column, threshold, ROWS, COLUMNS)
+    mask_row = _row_of_mask(seed, first_row, SLICED)
+    keep = _kept(tl.load(seed), 0, mask_row, first_column, threshold, ROWS, COLUMNS)
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, tl.where(keep, values * scale, 0.0).to(out.dtype.element_ty), mask=inside)

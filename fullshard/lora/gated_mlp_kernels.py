@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fullshard.device.triton_jit import Kernel, exp, sigmoid, tl, triton
-from fullshard.lora.fused_kernels import _kept, launch
+from fullshard.lora.fused_kernels import _kept, _row_of_mask, is_slice, launch
 
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 128, "COLUMNS": 64, "STAGES": 3, "num_warps": 8}
@@ -73,6 +73,7 @@ def _constants(
     return {
         "inner": gate.shape[1], "width": width, "gate_rank": b_gate.shape[1], "up_rank": b_up.shape[1],
         "down_rank": len(a_down), "ACTIVATION": ACTIVATIONS.index(activation), "DROPS": seed is not None,
+        "SLICED": is_slice(seed),
         "RANK": _tile(width), "DOWN_RANK": _tile(len(a_down)),
     }  # fmt: skip
 
@@ -117,8 +118,8 @@ def _tile_of(matrix, row, column, rows, columns):  # type: ignore[no-untyped-def
 def _forward(  # type: ignore[no-untyped-def]
     gate, up, h, b_gate, b_up, a_down, middle, h_down, seed, tokens, gate_scale, up_scale, threshold, keep_scale,
     inner: tl.constexpr, width: tl.constexpr, gate_rank: tl.constexpr, up_rank: tl.constexpr, down_rank: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPS: tl.constexpr, RANK: tl.constexpr, DOWN_RANK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPS: tl.constexpr, SLICED: tl.constexpr, RANK: tl.constexpr, DOWN_RANK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
@@ -139,7 +140,8 @@ def _forward(  # type: ignore[no-untyped-def]
         value = (activated * u).to(middle.dtype.element_ty)
         tl.store(middle + place, value, mask=inside)
         if DROPS:
-            keep = _kept(tl.load(seed), 0, first_row, start, threshold, ROWS, COLUMNS)
+            mask_row = _row_of_mask(seed, first_row, SLICED)
+            keep = _kept(tl.load(seed), 0, mask_row, start, threshold, ROWS, COLUMNS)
             value = tl.where(keep, value, 0.0).to(value.dtype)
         a = _tile_of(a_down, d, k, down_rank, inner)
         sums += tl.dot(value, tl.trans(a), input_precision="ieee")
@@ -155,7 +157,7 @@ def _forward(  # type: ignore[no-untyped-def]
 def _backward(  # type: ignore[no-untyped-def]
     d_middle, gate, up, h, b_gate, b_up, dh_down, a_down, d_gate, d_up, dh, middle, seed, tokens, gate_scale, up_scale,
     threshold, keep_scale, inner: tl.constexpr, width: tl.constexpr, gate_rank: tl.constexpr, up_rank: tl.constexpr,
-    down_rank: tl.constexpr, ACTIVATION: tl.constexpr, DROPS: tl.constexpr, RANK: tl.constexpr,
+    down_rank: tl.constexpr, ACTIVATION: tl.constexpr, DROPS: tl.constexpr, SLICED: tl.constexpr, RANK: tl.constexpr,
     DOWN_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
@@ -175,7 +177,8 @@ def _backward(  # type: ignore[no-untyped-def]
         a = _tile_of(a_down, d, k, down_rank, inner)
         update = tl.dot(dh_out, a, input_precision="ieee")
         if DROPS:
-            keep = _kept(tl.load(seed), 0, first_row, start, threshold, ROWS, COLUMNS)
+            mask_row = _row_of_mask(seed, first_row, SLICED)
+            keep = _kept(tl.load(seed), 0, mask_row, start, threshold, ROWS, COLUMNS)
             update = tl.where(keep, keep_scale * update, 0.0)
         gradient = tl.load(d_middle + place, mask=inside, other=0.0).to(tl.float32) + update
         g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)

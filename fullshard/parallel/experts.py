@@ -33,7 +33,6 @@ from fullshard.models.experts import (
 )
 from fullshard.models.experts_dispatch import AbsentRanks, Dispatch
 from fullshard.quant.expert_adapters import runs_own_experts
-from fullshard.quant.packed_experts import PackedExperts
 from fullshard.spmd.mesh import Mesh, VirtualMesh
 
 AXIS = "ep"
@@ -112,11 +111,6 @@ def _checked(model: nn.Module, size: int) -> list[tuple[str, Any]]:
                 f"ep_size {size}: the experts of {name} run only in transformers' own code ({verdict.reason}); use 1"
             )
     for path, module in modules:
-        if isinstance(module, PackedExperts) and not module.rows_are_groups:
-            raise ConfigError(
-                f"ep_size {size}: {path} keeps its experts in {module.format}, which are not split by expert yet; use "
-                f"1, or --dequantize"
-            )
         if (count := count_experts(module)) % size:
             sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(

@@ -264,6 +264,8 @@ class EngineSettings:
             shown["mesh"] = f"{replicas} of {self.dp_shard_size} ranks" if self.dp_shard_size else replicas
             if self.dp_replicate_size is None and self.dp_shard_size is None:
                 shown["mesh"] = "one replica per node"
+        if self.ep_size > 1:
+            shown["experts"] = f"divided among {self.ep_size} ranks"
         if self.backend.lower() != "no":
             shown["torch.compile"] = f"{self.backend} ({self.mode})"
         if self.ignored_modules:
@@ -304,7 +306,7 @@ class EngineSettings:
                 raise ConfigError(
                     f"{self.strategy}: {replicas} replicas (dp_replicate_size, else the number of nodes) of {ranks} "
                     f"ranks (dp_shard_size) need {replicas * ranks * self.ranks_per_row} processes{of_rows}, but there "
-                    f"are {world_size}; replicas and ranks that fit: {fitting}"
+                    f"are {world_size}; expected replicas of ranks such as {fitting}"
                 )
             shape = {"replica": replicas, "fsdp": ranks}
         if (inside := shape["fsdp"] * self.ranks_per_row) % self.ep_size:
@@ -397,13 +399,13 @@ def read_mapping(name: str, value: Any) -> dict[str, Any]:
             text = Path(text).expanduser().read_text()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{name}: {value!r} is no mapping, no JSON object and no file that can be read "
+                f"{name}: expected a mapping, a JSON object or a file of one, got {value!r} "
                 f"({getattr(error, 'strerror', error)})"
             ) from None
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: not JSON: {error}") from None
+        raise ConfigError(f"{name}: expected JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise ConfigError(f"{name}: {value!r} holds {parsed!r} instead of a JSON object")
+        raise ConfigError(f"{name}: {value!r} holds {parsed!r}; expected a JSON object")
     return parsed

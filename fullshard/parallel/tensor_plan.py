@@ -104,7 +104,7 @@ def split_layers(
             )
         if not matches and pattern in (changes or {}):
             raise ConfigError(
-                f"tp_plan: no module of {type(inner).__name__} matches {pattern!r}; names look like "
+                f"tp_plan: no module of {type(inner).__name__} matches {pattern!r}; expected a name such as "
                 f"{', '.join([name for name in modules if name][-3:])}"
             )
         layers += [
@@ -249,7 +249,7 @@ def check_sizes(model: nn.Module, layers: list[SplitLayer], size: int) -> None:
         fitting = [n for n in range(1, min(counts.values()) + 1) if all(count % n == 0 for count in counts.values())]
         raise ConfigError(
             f"tp_size {size}: {type(inner).__name__} has {count} {words}, which {size} ranks cannot share equally; "
-            f"sizes that fit: {', '.join(map(str, fitting))}"
+            f"expected one of {', '.join(map(str, fitting))}"
         )
     kinds = {str(getattr(one.peft_type, "value", one.peft_type)) for one in getattr(model, "peft_config", {}).values()}
     if "PREFIX_TUNING" in kinds:
@@ -284,20 +284,29 @@ class Exchange(NamedTuple):
 
 def exchanges(layers: list[SplitLayer]) -> dict[str, Exchange]:
     """The exchanges of split layers, by name. Layers that share an input exchange its gradient once."""
-    found: dict[str, Exchange] = {}
+    by_name: dict[str, Exchange] = {}
     shared: set[tuple[nn.Module, int]] = set()
     for one in layers:
-        if not (one.style.enters or one.style.leaves):
-            continue
-        sizes: Any = getattr(one.layer, "original_module", one.layer)
-        out: int = getattr(sizes, "embedding_dim", 0) or getattr(sizes, "out_features", 0)
-        into: int = getattr(sizes, "in_features", 0)
+        if not one.style.enters and not one.style.leaves:
+            continue  # norms of this rank's heads
+        out, into = _widths(one)
         once = one.style.enters == "whole" and (one.parent, into) not in shared
         shared.add((one.parent, into))
-        found[one.name] = Exchange(
+        config: Any = one.parent.config if one.style.leaves == "rope slices" else None
+        by_name[one.name] = Exchange(
             forward_sum=out if one.style.leaves in ("terms", "token terms") else 0,
-            backward_sum=into if once else 0,
+            backward_sum=into if once else config.qk_rope_head_dim if config is not None else 0,
             forward_gather=out if one.style.leaves == "slices" else 0,
             backward_gather=into if one.style.enters == "slice" else 0,
         )
-    return found
+    return by_name
+
+
+def _widths(one: SplitLayer) -> tuple[int, int]:
+    """The widths of the output and the input of a layer; of a block of layers, those of its last and its first."""
+    tables = [m for m in one.layer.modules() if isinstance(m, nn.Embedding)]
+    if tables:
+        return int(tables[0].embedding_dim), 0
+    own = [one.layer] if hasattr(one.layer, "out_features") else one.layer.modules()
+    linear: list[Any] = [m for m in own if hasattr(m, "out_features")]
+    return int(linear[-1].out_features), int(linear[0].in_features)

@@ -2,8 +2,9 @@
 
 A run begins with the choice that was planned (`plan_first.py`), from its first step on. Where there is no plan, the
 first steps are measured. The first one recomputes every layer. In the next one the last layer keeps everything, which
-takes no more memory: a recomputed layer has all of its activations too when its backward begins. Then it is known what
-a layer keeps, and if not all layers can, one step measures a layer that recomputes its feed-forward part alone.
+takes no more memory: a recomputed layer has all of its activations too when its backward begins. (One that runs in
+slices of the sequence has not: without a plan, all of them are recomputed.) Then it is known what a layer keeps, and if
+not all layers can, one step measures a layer that recomputes its feed-forward part alone.
 
 Both are one `LevelChoice`, which rank 0 decides by. The peak that it leads to is measured on accelerators, and the
 choice corrected by the difference: steps in which something is compiled or tuned take more memory than others. All
@@ -35,6 +36,7 @@ from fullshard.activations.levels import (
     peak_of,
     recompute_costs,
     set_level,
+    sliced_parts,
 )
 from fullshard.activations.offload import buffers as host_buffers
 from fullshard.config.byte_size import memory_size
@@ -98,6 +100,8 @@ class Decision:
     """What all ranks do by a `LevelChoice`."""
 
     levels: list[Level]
+    base: list[Level]
+    """The levels that need the least memory."""
     predicted: float
     """The peak of a step."""
     spare: float
@@ -167,6 +171,9 @@ class ActivationBudget:
         if decision is not None:
             self.chosen = True
             self._apply(decision)
+        elif any(map(sliced_parts, self.layers)):  # to measure a layer that keeps everything may take too much
+            self.chosen = True
+            self.say("activations: there is no plan, so all layers are recomputed, in slices.")
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -254,11 +261,11 @@ class ActivationBudget:
         assert self.choice is not None
         levels = self.choice.levels(self._error)
         predicted = self.choice.predicted(levels, self._error)
-        return Decision(levels, predicted, self.choice.limit - predicted, checks)
+        return Decision(levels, list(self.choice.base), predicted, self.choice.limit - predicted, checks)
 
     def _apply(self, decision: Decision) -> None:
         is_new = decision.levels != self.levels or not self.predicted
-        self.predicted, self._checks = decision.predicted, decision.checks
+        self.base, self.predicted, self._checks = decision.base, decision.predicted, decision.checks
         if is_new:
             self.levels, self._age = self._set(decision.levels), 0
             if Level.OFFLOAD not in self.levels:
@@ -361,6 +368,7 @@ class ActivationBudget:
         """What a choice depends on."""
         return {
             "budget": self.budget, "offload": self.offload, "ranks": runtime.world_size(), "kinds": self.kinds,
+            "slices": [len(sliced_parts(layer)) for layer in self.layers],
             "memory": min(exchange(self.memory.total(), "memory of the ranks")),
             "largest": None if self.largest is None else {
                 "tokens": self.largest.tokens, "length": self.largest.length, "quadratic": self.quadratic,

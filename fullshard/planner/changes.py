@@ -275,7 +275,7 @@ class ChangeSearch:
         at = Variant(self.request, keeps=WEIGHTS | ACTIVATIONS)
         for lever, far in levers:
             if far and (variants := list(_variants(lever, at.request))):
-                at = _after(at, variants[min(far, len(variants)) - 1])
+                at = after(at, variants[min(far, len(variants)) - 1])
         return at
 
     def _is_excluded(self, pulls: Pulls) -> bool:
@@ -316,7 +316,7 @@ def _variants(lever: Lever, request: PlanRequest) -> Iterator[Variant]:
         yield from lever(request)
 
 
-def _after(first: Variant, second: Variant) -> Variant:
+def after(first: Variant, second: Variant) -> Variant:
     """Two changes, one after the other."""
     words = f"{first.words}, {second.words}" if first.words else second.words
     return Variant(second.request, words, {**first.settings, **second.settings}, first.keeps & second.keeps)

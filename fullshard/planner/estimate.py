@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fullshard.activations.levels import Level, LevelChoice
+from fullshard.activations.levels import Level, LevelChoice, has_slices
 from fullshard.config.errors import CapacityError
 from fullshard.fsdp.plan import ShardingPlan, UnitPlan
 from fullshard.fsdp.strategy import dtype_name
@@ -196,7 +196,7 @@ class Estimator:
         lines, untraced, evaluation = [*assumed, *planned.notes, *routing(planned, batch)], "", None
         with self.clock("trace"):
             try:
-                needed = needed_levels(config, planned.engine)
+                needed = needed_levels(config, planned.engine, has_slices(planned.model))
                 traces = {level: self._trace(config, planned, batch, level) for level in needed}
                 if (shape := evaluation_shape(config, batch)) is not None:
                     evaluation = self._trace(config, planned, shape, None)
@@ -207,6 +207,7 @@ class Estimator:
             options = memory_options(
                 config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory, usable
             )
+            options = dataclasses.replace(options, host_memory=machine.host_memory)
             if not own_optimizer:
                 options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, name=None))
                 lines.append("the optimizer is the script's: its state is not counted")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.config.errors import UserError
-from fullshard.planner.changes import FREE, SHORTEST, SLOWER, Price, Variant
+from fullshard.planner.changes import FREE, SHORTEST, SLOWER, Price, Variant, after
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.request import PlanRequest
 
@@ -95,16 +95,21 @@ def find_longest(request: PlanRequest, price: Price, say: Callable[[str], None] 
 
 
 def _stages(request: PlanRequest) -> Iterator[Variant]:
-    """The run as it is, then with the changes that train the same: each as far as it goes, on top of those before."""
+    """The run as it is, then with the changes that train the same: each as far as it goes, on top of those before.
+    Where inputs of layers wait on the host, also with as many of them on the device as fit."""
     at = Variant(request)
     yield at
-    for lever in (*FREE, *SLOWER):
-        variants = list(lever(at.request))
-        if variants:
-            last = variants[-1]
-            words = f"{at.words}, {last.words}" if at.words else last.words
-            at = Variant(last.request, words, {**at.settings, **last.settings})
-            yield at
+    for levers in (FREE, SLOWER):
+        for lever in levers:
+            if variants := list(lever(at.request)):
+                at = after(at, variants[-1])
+                yield at
+        config = at.request.config
+        if config.gradient_checkpointing is True and config.activation_offloading:
+            mixed = dataclasses.replace(at.request, config=dataclasses.replace(config, gradient_checkpointing="auto"))
+            settings = {**at.settings, "gradient_checkpointing": "auto"}
+            words = ", ".join(f"{name} {str(value).lower()}" for name, value in settings.items())
+            yield Variant(mixed, words, settings)
 
 
 def _longest(variant: Variant, known: int, price: Price, say: Callable[[str], None]) -> Longest:

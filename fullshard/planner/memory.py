@@ -117,6 +117,8 @@ class MemoryOptions:
     """Bytes that a budget for activations leaves to torch, which then decides about copies; None without one."""
     keeps_copies: bool = True
     """Whether the engine may keep copies at all."""
+    host_memory: int | None = None
+    """Bytes of a node's host memory, which limit what a budget moves there; None: any number."""
 
     def limit(self, reserved: int) -> float:
         """The most bytes that torch may allocate, if so many are `reserved` beside them."""

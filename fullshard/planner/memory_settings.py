@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fullshard.activations.levels import Level, LevelChoice, full_checkpointing, recompute_costs
+from fullshard.activations.levels import (
+    Level,
+    LevelChoice,
+    full_checkpointing,
+    has_slices,
+    limit_offload,
+    recompute_costs,
+)
 from fullshard.device import accelerator
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
@@ -113,12 +120,13 @@ def _unsharded(name: str, t: ReplicatedTensor) -> ParameterPlan:
 # --- what layers keep -------------------------------------------------------------------------------------------------
 
 
-def needed_levels(config: SFTConfig, engine: EngineSettings) -> list[Level]:
-    """The levels that layers may have, for which a step must be traced."""
+def needed_levels(config: SFTConfig, engine: EngineSettings, sliced: bool = False) -> list[Level]:
+    """The levels that layers may have, for which a step must be traced; `sliced` is whether they have parts that run
+    in slices of the sequence."""
     if config.activation_budget is not None:
         return list(Level)
     if not (config.gradient_checkpointing or engine.activation_checkpointing):
-        return [Level.KEEP_ALL]
+        return [Level.RECOMPUTE_MLP if sliced else Level.KEEP_ALL]
     return [Level.RECOMPUTE, *([Level.OFFLOAD] if _offloads(config, engine) else [])]
 
 
@@ -127,7 +135,8 @@ def _offloads(config: SFTConfig, engine: EngineSettings) -> bool:
 
 
 def may_offload(wanted: bool, budget: int | Literal["auto"] | None, on_device: bool) -> bool:
-    """Whether inputs of recomputed layers may wait on the host: if that is wanted, or for a budget's size."""
+    """Whether inputs of recomputed layers may wait on the host: if that is wanted, or for a budget's size. (For auto,
+    they do where nothing fits otherwise.)"""
     return wanted or (isinstance(budget, int) and on_device)
 
 
@@ -135,26 +144,67 @@ def planned_choice(
     config: SFTConfig, planned: PlannedModel, traces: Mapping[Level, StepTrace], options: MemoryOptions
 ) -> LevelChoice[str] | None:
     """What decides the levels of layers under a budget, in a plan and in the run that begins with it. None without a
-    budget, and where the run does not know its largest batch: it recomputes all layers then."""
+    budget, and where the run does not know its largest batch: it recomputes all layers then. Inputs wait on the host if
+    that is wanted, or if nothing fits otherwise, as many as it has memory for."""
     budget, wanted = config.activation_budget, _offloads(config, planned.engine)
     if budget is None or not planned.layers or not bounds_batches(config):
         return None
-    offload = may_offload(wanted, budget, options.accelerator)
     if not options.accelerator:  # inputs are in host memory already
         traces = {**traces, Level.OFFLOAD: traces[Level.RECOMPUTE]}
-    modules, kinds = dict(planned.model.named_modules()), [planned.kinds[layer] for layer in planned.layers]
-    costs = {kind: recompute_costs(modules[kind]) for kind in dict.fromkeys(kinds)}
-    sizes = {
-        kind: {
-            level: size for level, size in each.items() if level in costs[kind] and (offload or level < Level.OFFLOAD)
+    kinds, peak = (
+        [planned.kinds[layer] for layer in planned.layers],
+        PlannedPeak(planned.plan, planned.traced(traces), options),
+    )
+    costs = planned_costs(planned, traces)
+    kept = kept_bytes(traces)
+    on_host = _inputs_on_host(peak, kept, kinds)
+
+    def choice(offload: bool) -> LevelChoice[str]:
+        sizes = {
+            kind: {
+                level: size
+                for level, size in each.items()
+                if level in costs[kind] and (offload or level < Level.OFFLOAD)
+            }
+            for kind, each in kept.items()
         }
-        for kind, each in kept_bytes(traces).items()
-    }
-    base = full_checkpointing(len(kinds), offload)
-    peak = PlannedPeak(planned.plan, planned.traced(traces), options)
-    least = peak.estimate(base)
-    update = sum(least.moments["optimizer step"].values())
-    return LevelChoice(kinds, sizes, costs, base, peak, options.limit(least.reserved), least.rest, update)
+        base = limit_offload(full_checkpointing(len(kinds), offload), on_host)
+        least = peak.estimate(base)
+        update = sum(least.moments["optimizer step"].values())
+        limit = options.limit(least.reserved)
+        return LevelChoice(kinds, sizes, costs, base, peak, limit, least.rest, update, on_host)
+
+    chosen = choice(may_offload(wanted, budget, options.accelerator))
+    fits = chosen.peak(chosen.base) <= chosen.limit
+    return chosen if fits or not options.accelerator else choice(offload=True)
+
+
+def planned_costs(planned: PlannedModel, traces: Mapping[Level, StepTrace]) -> dict[str, dict[Level, float]]:
+    """What recomputing a layer costs, by its kind and level: the operations of its forward and backward beyond those of
+    a layer that keeps everything. Where nothing is traced, those of its products."""
+    modules, costs = dict(planned.model.named_modules()), {}
+    for kind in dict.fromkeys(planned.kinds[layer] for layer in planned.layers):
+        flops = {level: sum(s.flops for s in trace.segments if s.unit == kind) for level, trace in traces.items()}
+        more = {level: max(0.0, float(count - flops[Level.KEEP_ALL])) for level, count in flops.items()}
+        by_products = recompute_costs(modules[kind])
+        whole = more[Level.RECOMPUTE]
+        costs[kind] = (
+            {level: 1.02 * whole if level is Level.OFFLOAD else more[level] for level in by_products}
+            if whole
+            else by_products
+        )
+    return costs
+
+
+def _inputs_on_host(peak: PlannedPeak, kept: Mapping[str, Mapping[Level, float]], kinds: Sequence[str]) -> int | None:
+    """How many layers' inputs the host has memory for, beside what else is there."""
+    options = peak.options
+    if options.host_memory is None or not options.accelerator:
+        return None
+    largest = max(kept[kind][Level.RECOMPUTE] - kept[kind][Level.OFFLOAD] for kind in kinds) * options.ranks_per_node
+    others = peak.estimate(full_checkpointing(len(kinds), offload=False)).host_total
+    free = options.host_memory * (1 - margin(1)) - others
+    return max(0, int(free // largest)) if largest > 0 else None
 
 
 def planned_levels(config: SFTConfig, planned: PlannedModel, choice: LevelChoice[str] | None) -> list[Level]:
@@ -163,5 +213,5 @@ def planned_levels(config: SFTConfig, planned: PlannedModel, choice: LevelChoice
         return choice.levels()
     count, engine = len(planned.layers), planned.engine
     if not (config.gradient_checkpointing or engine.activation_checkpointing):
-        return [Level.KEEP_ALL] * count
+        return needed_levels(config, engine, has_slices(planned.model)) * count
     return full_checkpointing(count, _offloads(config, engine) and accelerator.is_accelerator(planned.device))

@@ -107,7 +107,7 @@ ADD_DECAY = {"sgd", "adagrad", "rmsprop"}
 FOREACH_COPIES = {"adamw_torch": 1, "sgd": 0, "adagrad": 2, "rmsprop": 1}
 """Copies of all parameters of a group, for optimizers of torch that update them in one launch on accelerators. On CPUs
 they update one by one."""
-ADD_DECAY_TOGETHER = {"rmsprop"}
+ADD_DECAY_TOGETHER = {"sgd", "rmsprop"}
 
 
 def names_apart(model: Any, optim: str | None) -> set[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.activations.levels import Level
+from fullshard.activations.levels import Level, has_slices
 from fullshard.config.errors import ConfigError, first_line
 from fullshard.config.options import as_list
 from fullshard.config.paths import list_contents, looks_local
@@ -171,6 +171,8 @@ def _planned(
     ready = ready_model(config, engine, model, packing, length, device, _nothing, size=lambda _: size)
     if ready.head.why_not:
         notes.append(f"chunked_loss: {ready.head.why_not}.")
+    if has_slices(model):
+        notes.append("Layers that do not keep everything run in slices of the sequence (sequence_slices).")
     plan = plan_sharding(model, ready.engine, mesh, device, mixed_precision=ready.precision)
     set_projection_dtype(model, ready.precision.param_dtype)
     layers = list(whole.expand(_layer_names(model, ready.engine), str))

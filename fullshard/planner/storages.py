@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fullshard.activations.slices import repeats
 from fullshard.device.torch_private import (
     DispatchMode,
     operator_packet,
@@ -47,11 +48,11 @@ class Work:
     recomputed: int = 0
     """Of the operations: those that repeat what forward has computed."""
 
-    def count(self, operator: Any, args: Any) -> None:
-        """Add the operations of an operator for these arguments."""
+    def count(self, operator: Any, args: Any, times: int = 1) -> None:
+        """Add the operations of an operator that runs so many times with these arguments."""
         if operator in FLOPS:
-            self.flops += FLOPS[operator](*args)
-            self.kinds[KINDS.get(operator, PLAIN)] += padded_operations(operator, args)
+            self.flops += times * FLOPS[operator](*args)
+            self.kinds[KINDS.get(operator, PLAIN)] += times * padded_operations(operator, args)
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -128,12 +129,12 @@ class StorageTrace(DispatchMode):
             self.changes += [Change(0, size), Change(0, -size)]
         for t in outputs:
             self.add(t)
-        before = self.work.flops
-        self.work.count(operator.packet, args)
+        before, times = self.work.flops, repeats()
+        self.work.count(operator.packet, args, times)
         if self.in_backward and saved_tensors_are_packed():
             self.work.recomputed += self.work.flops - before
         read = sum(t.numel() * t.element_size() for t in _tensors((args, kwargs)))
-        self.work.read_write += read + sum(t.numel() * t.element_size() for t in outputs)
+        self.work.read_write += times * (read + sum(t.numel() * t.element_size() for t in outputs))
         return out
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fullshard.activations.levels import Level, set_level
+from fullshard.activations.levels import Level, has_slices, set_level
 from fullshard.config.errors import CapacityError, first_line
 from fullshard.device import accelerator
 from fullshard.device.torch_private import storage_id, version_of
@@ -86,7 +86,8 @@ def trace_step(
 def trace_evaluation(planned: Traceable, batch: BatchShape, *, capability: tuple[int, int] = (9, 0)) -> StepTrace:
     """The segments of one batch of an evaluation, which keeps nothing for backward. Layers are not compiled: what they
     need then is the most."""
-    return _traced(_Evaluation(planned, _layers_of(planned), Level.KEEP_ALL), batch, capability)
+    level = Level.RECOMPUTE_MLP if has_slices(planned.model) else Level.KEEP_ALL
+    return _traced(_Evaluation(planned, _layers_of(planned), level), batch, capability)
 
 
 def _layers_of(planned: Traceable) -> dict[str, nn.Module]:

@@ -22,7 +22,6 @@ class NF4Experts(PackedExperts):
     """A module with 4-bit fused experts; `NF4Experts.of` converts a module to a subclass of its own class."""
 
     PARTS = ("packed", "absmax", "nested")
-    rows_are_groups = True
     scheme: Scheme
 
     @staticmethod

@@ -14,81 +14,9 @@ from torch import nn
 
 from fullshard.distributed import runtime
 from fullshard.quant import fp8
-from fullshard.quant.ops import without_autocast
+from fullshard.quant.frozen_product import frozen_linear
 from fullshard.quant.quantizable import LinearForm
 from fullshard.quant.quantized_linear import QuantizedLinear
-from fullshard.spmd.rule_table import RULES
-from fullshard.spmd.rules_elementwise import Independent
-from fullshard.spmd.tensor import is_sharded
-
-
-def fp8_product(x: torch.Tensor, weight: fp8.Weight) -> torch.Tensor:
-    """`x @ weight.T` in the dtype of `x`."""
-    if torch.compiler.is_compiling() or is_sharded(x):
-        return linear_fp8(x, *weight)
-    out: torch.Tensor = _Linear.apply(x, *weight)
-    return out
-
-
-def _product(x: torch.Tensor, weight: fp8.Weight) -> torch.Tensor:
-    out = fp8.product(weight, fp8.prepare(x.reshape(-1, x.shape[-1])))
-    return out.view(*x.shape[:-1], out.shape[-1])
-
-
-def _grad_input(grad_out: torch.Tensor, weight: fp8.Weight) -> torch.Tensor:
-    dx = fp8.grad_input([weight], [grad_out.reshape(-1, grad_out.shape[-1])])
-    return dx.view(*grad_out.shape[:-1], dx.shape[-1])
-
-
-class _Linear(torch.autograd.Function):
-    """`linear` for plain tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(packed, scales)
-        with without_autocast(x.device):
-            return _product(x, fp8.Weight(packed, scales))
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-        with without_autocast(grad_out.device):
-            return _grad_input(grad_out, fp8.Weight(*ctx.saved_tensors)), None, None
-
-
-@torch.library.custom_op("fullshard::linear_fp8", mutates_args=())
-def linear_fp8(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The operator behind `linear`."""
-    return _product(x, fp8.Weight(packed, scales))
-
-
-@torch.library.custom_op("fullshard::linear_fp8_gradient", mutates_args=())
-def linear_fp8_gradient(gradient: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The gradient with respect to `x`."""
-    return _grad_input(gradient, fp8.Weight(packed, scales))
-
-
-@linear_fp8.register_fake
-def _(x, packed, scales):  # type: ignore[no-untyped-def]
-    return x.new_empty(*x.shape[:-1], packed.shape[0])
-
-
-@linear_fp8_gradient.register_fake
-def _(gradient, packed, scales):  # type: ignore[no-untyped-def]
-    return gradient.new_empty(*gradient.shape[:-1], packed.shape[1])
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _operator_backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-    return linear_fp8_gradient(grad_out, *ctx.saved_tensors), None, None
-
-
-linear_fp8.register_autograd(_operator_backward, setup_context=_keep)
-
-RULES[torch.ops.fullshard.linear_fp8.default] = Independent("x: b* -> b*", "b")
-RULES[torch.ops.fullshard.linear_fp8_gradient.default] = Independent("gradient: b* -> b*", "b")
 
 
 class FP8Linear(QuantizedLinear):
@@ -129,7 +57,7 @@ class FP8Linear(QuantizedLinear):
 
     def base_form(self) -> tuple[str, list[torch.Tensor]]:
         """The weight for `base_product`."""
-        return "fp8", list(self.parts.values())
+        return "fp8", [self.packed, self.scales]
 
     # --- loading: the protocol of `weights/transforms.py` -------------------------------------------------------------
 
@@ -158,7 +86,7 @@ class FP8Linear(QuantizedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype, out_dtype = self.product_dtypes(x)
-        out = fp8_product(x.to(dtype), fp8.Weight(self.packed, self.scales))
+        out = frozen_linear(x.to(dtype), *self.base_form())
         if self.bias is not None:
             out = out + self.bias.to(dtype)
         return out.to(out_dtype)

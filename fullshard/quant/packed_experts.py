@@ -27,14 +27,14 @@ from fullshard.spmd.tensor import is_sharded
 class PackedExperts(nn.Module):
     """A module with quantized fused experts, of a subclass of its own class.
 
+    The rows of each part are those of one expert after the other, so that a rank may have some experts only.
+
     The packed parameter has the name of the dense weight, so PEFT finds it; other parts are separate parameters
     (`…_absmax`, `…_scales`).
     """
 
     PARTS: tuple[str, ...] = ()
     """The names that parts of a weight may have."""
-    rows_are_groups = False
-    """Whether the rows of all parts are groups of one expert's weights, so that a rank may have some experts only."""
 
     compute_dtype: torch.dtype | None
     dtype: torch.dtype

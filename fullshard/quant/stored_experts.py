@@ -25,13 +25,18 @@ class StoredExperts(PackedExperts):
     PARTS = PARTS
     stored: dict[str, StoredWeight]
     """The weights by name."""
+    forms: dict[str, str]
+    """What `grouped_product` calls them, but for the number of experts."""
+    rows: dict[str, int]
+    """The rows of codes that an expert has in each."""
 
     @staticmethod
     def of(module: nn.Module, stored: Mapping[str, StoredWeight]) -> StoredExperts:
         """Convert a module on the meta device in place."""
         device = next(parameters_of(module)[name].device for name in stored)
         experts: StoredExperts = StoredExperts._convert(module, list(stored), None)
-        experts.stored = dict(stored)
+        experts.stored, experts.forms = dict(stored), {name: weight.form for name, weight in stored.items()}
+        experts.rows = {name: weight.joined * weight.rows for name, weight in stored.items()}
         for name, weight in stored.items():
             shapes = weight.part_shapes()
             experts._set_parts(
@@ -58,8 +63,9 @@ class StoredExperts(PackedExperts):
         return self.stored[name].part_shapes()
 
     def stack_of(self, name: str, parts: Mapping[str, torch.Tensor]) -> Stack:
-        weight = self.stored[name]
-        return Stack(weight.form, [parts[part] for part in weight.parts])
+        count = len(parts["packed"]) // self.rows[name]  # all experts, or those of this rank
+        kind, _, sizes = self.forms[name].rpartition(":")
+        return Stack(f"{kind}:{count}x{sizes.partition('x')[2]}", [parts[part] for part in PARTS if part in parts])
 
     def is_swapped(self, name: str) -> bool:
         return self.stored[name].format.transposed

@@ -12,80 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.quant import base_product, stored_files
-from fullshard.quant.ops import without_autocast
+from fullshard.quant import stored_files
+from fullshard.quant.frozen_product import frozen_linear
 from fullshard.quant.quantizable import LinearForm
 from fullshard.quant.quantized_linear import QuantizedLinear
 from fullshard.quant.stored_format import PARTS, StoredFormat, StoredWeight, Tile
 from fullshard.quant.stored_values import decode
-from fullshard.spmd.rule_table import RULES
-from fullshard.spmd.rules_elementwise import Independent
-from fullshard.spmd.tensor import is_sharded
-
-
-def _product(form: str, tensors: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    with without_autocast(x.device):
-        out = base_product.product(form, tensors, x.reshape(-1, x.shape[-1]))
-    return out.view(*x.shape[:-1], out.shape[-1])
-
-
-def _grad_input(form: str, tensors: list[torch.Tensor], dy: torch.Tensor) -> torch.Tensor:
-    with without_autocast(dy.device):
-        dx = base_product.grad_input(form, tensors, dy.reshape(-1, dy.shape[-1]))
-    return dx.view(*dy.shape[:-1], dx.shape[-1])
-
-
-class _Linear(torch.autograd.Function):
-    """`x @ weight.T` for plain tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, form: str, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.form = form
-        return _product(form, list(tensors), x)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-        tensors = list(ctx.saved_tensors)
-        return _grad_input(ctx.form, tensors, grad_out), *[None] * (1 + len(tensors))
-
-
-@torch.library.custom_op("fullshard::linear_stored", mutates_args=())
-def linear_stored(x: torch.Tensor, tensors: list[torch.Tensor], form: str) -> torch.Tensor:
-    """`x @ weight.T` for compiled layers and sharded inputs."""
-    return _product(form, tensors, x)
-
-
-@torch.library.custom_op("fullshard::linear_stored_gradient", mutates_args=())
-def linear_stored_gradient(gradient: torch.Tensor, tensors: list[torch.Tensor], form: str) -> torch.Tensor:
-    """The gradient with respect to `x`."""
-    return _grad_input(form, tensors, gradient)
-
-
-@linear_stored.register_fake
-def _(x, tensors, form):  # type: ignore[no-untyped-def]
-    return x.new_empty(*x.shape[:-1], base_product.shape(form, tensors)[0])
-
-
-@linear_stored_gradient.register_fake
-def _(gradient, tensors, form):  # type: ignore[no-untyped-def]
-    return gradient.new_empty(*gradient.shape[:-1], base_product.shape(form, tensors)[1])
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    _, tensors, ctx.form = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _operator_backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-    tensors = list(ctx.saved_tensors)
-    return linear_stored_gradient(grad_out, tensors, ctx.form), [None] * len(tensors), None
-
-
-linear_stored.register_autograd(_operator_backward, setup_context=_keep)
-
-RULES[torch.ops.fullshard.linear_stored.default] = Independent("x: b* -> b*", "b")
-RULES[torch.ops.fullshard.linear_stored_gradient.default] = Independent("gradient: b* -> b*", "b")
 
 
 class StoredLinear(QuantizedLinear):
@@ -105,6 +37,7 @@ class StoredLinear(QuantizedLinear):
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a dense weight
         self.stored_weight, self.FORMAT = StoredWeight(stored, out_features, in_features), stored.name
+        self.form, self.own_parts = self.stored_weight.form, self.stored_weight.parts
         self._set_up(in_features, out_features, bias, None, device, dtype)
 
     @classmethod
@@ -138,7 +71,7 @@ class StoredLinear(QuantizedLinear):
 
     def base_form(self) -> tuple[str, list[torch.Tensor]]:
         """The weight for `base_product`."""
-        return self.stored_weight.form, list(self.parts.values())
+        return self.form, [getattr(self, part) for part in self.own_parts]
 
     # --- loading: the protocol `KeepsFiles` of `weights/transforms.py` ------------------------------------------------
 
@@ -168,10 +101,7 @@ class StoredLinear(QuantizedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype, out_dtype = self.product_dtypes(x)
         form, tensors = self.base_form()
-        if torch.compiler.is_compiling() or is_sharded(x):
-            out = linear_stored(x.to(dtype), tensors, form)
-        else:
-            out = _Linear.apply(x.to(dtype), form, *tensors)
+        out = frozen_linear(x.to(dtype), form, tensors)
         if self.bias is not None:
             out = out + self.bias.to(dtype)
         return out.to(out_dtype)

@@ -42,7 +42,7 @@ from fullshard.parallel.data_loader import RankLoader
 from fullshard.sft.adapter import Say
 from fullshard.sft.run_data import dataset_configs, dataset_templates, row_reading
 from fullshard.sft.sft_config import SFTConfig
-from fullshard.sft.vocabulary import check_rows_fit
+from fullshard.sft.vocabulary import beyond_training, check_rows_fit
 
 EVALUATION = "evaluation"
 """The names of data that `eval_packing` applies to begin with this."""
@@ -72,6 +72,8 @@ def checked_table(config: SFTConfig, model: Any, tokenizer: Any, say: Say, name:
     table = make_table(config, source, tokenizer, name)
     say(describe_data(name, table.facts, config))
     agree(functools.partial(check_rows_fit, model, table), f"check of the {name} data")
+    if not name.startswith(EVALUATION) and (line := beyond_training(model, tokenizer, table)):
+        say(line)
     return table
 
 

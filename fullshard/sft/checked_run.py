@@ -140,6 +140,16 @@ def sharding_settings(config: SFTConfig, launched: EngineSettings | None, notes:
             f"gradient_checkpointing is {config.gradient_checkpointing}, and activation_checkpointing is on in the "
             f"launcher's settings or in fsdp_config: both recompute activations. Keep one of them."
         )
+    if (config.slices or 1) > 1 and changes.get("backend", engine.backend).lower() != "no":
+        raise ConfigError(
+            f"sequence_slices is {config.slices}, and torch_compile is on: compiled layers run whole. Leave one of "
+            f"them out."
+        )
+    if (config.slices or 1) > 1 and max(engine.tp_size, engine.ep_size) > 1:
+        raise ConfigError(
+            f"sequence_slices is {config.slices}, tp_size {engine.tp_size} and ep_size {engine.ep_size}: layers that "
+            f"are split over ranks exchange whole rows. Leave sequence_slices at auto, or tp_size and ep_size at 1."
+        )
     return dataclasses.replace(engine, **changes)
 
 

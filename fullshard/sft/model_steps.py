@@ -43,6 +43,7 @@ from fullshard.quant.quantize import quantize_model
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say, fuse_adapter, quantization, set_adapter_dtype
 from fullshard.sft.base_model import choose_attention, uses_flash
+from fullshard.sft.sequence_slices import choose_slices, slice_count
 from fullshard.sft.sft_config import SFTConfig
 
 COMPILE_FROM = 1e16
@@ -116,9 +117,12 @@ def ready_model(
 ) -> ReadyModel:  # fmt: skip
     """Fuse the adapter, put the loss head in place and choose dtypes, for this many optimizer steps. `size` counts the
     model's parameters."""
-    engine = choose_compilation(config, engine, size(model), steps, device)
+    compiled = choose_compilation(config, engine, size(model), steps, device)
     keep_tables_whole(model)
     fuse_adapter(config, model, device, say)
+    slices = slice_count(config, model, engine, compiled.backend.lower() != "no")
+    if slices is None or not choose_slices(config, engine, model, slices, say):
+        engine = compiled
     if config.neftune_noise_alpha:
         _add_noise(model, config.neftune_noise_alpha)
     packed = packed_inputs(model, packing, engine.mixed_precision)

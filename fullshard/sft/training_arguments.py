@@ -53,6 +53,16 @@ def memory_budget(text: str) -> str:
     return text
 
 
+def number_of_slices(text: str) -> str:
+    """A value of `sequence_slices`: auto, or a number."""
+    text = text.strip()
+    if text.lower() == "auto":
+        return "auto"
+    if int(text) < 1:
+        raise ValueError(text)
+    return str(int(text))
+
+
 @dataclass
 class ActivationOptions:
     """Settings of activation memory."""
@@ -72,6 +82,12 @@ class ActivationOptions:
     """Options of gradient checkpointing, as transformers takes them: `use_reentrant`."""
     activation_offloading: bool = False
     """Keep the inputs of recomputed layers on the host until the backward pass. Needs `gradient_checkpointing`."""
+    sequence_slices: str = option(
+        "auto", kind=str, besides=number_of_slices, metavar="auto, or a number of slices; 1 for none"
+    )
+    """Compute MLPs, experts, norms and other parts of a layer that see each token alone in so many slices of the
+    sequence, forward and backward: what lies inside them never has the full length. auto: where rows are long and
+    layers are recomputed."""
 
     @property
     def activation_budget(self) -> int | Literal["auto"] | None:
@@ -79,6 +95,11 @@ class ActivationOptions:
         is simply on or off."""
         setting = self.gradient_checkpointing
         return None if isinstance(setting, bool) else "auto" if setting == "auto" else parse_size(setting)
+
+    @property
+    def slices(self) -> int | None:
+        """The number of slices of the sequence; None for auto."""
+        return None if self.sequence_slices == "auto" else int(self.sequence_slices)
 
     def flatten_checkpointing(self) -> None:
         """Make the nested settings of gradient checkpointing the run's own, and check what excludes another."""
@@ -88,6 +109,12 @@ class ActivationOptions:
         unknown = [name for name, value in options.items() if name != "selective" or value]
         if unknown:
             raise ConfigError(f"gradient_checkpointing_kwargs has {', '.join(unknown)}; expected use_reentrant alone.")
+        try:
+            self.sequence_slices = number_of_slices(self.sequence_slices)
+        except ValueError:
+            raise ConfigError(
+                f"sequence_slices: expected auto, or a number of slices; 1 for none, got {self.sequence_slices!r}"
+            ) from None
         if self.activation_offloading and not self.gradient_checkpointing:
             raise ConfigError(
                 "activation_offloading keeps the inputs of recomputed layers on the host; it needs "

@@ -166,6 +166,22 @@ def add_end_token(model: Any, tokenizer: Any) -> None:
         settings.eos_token_id = [*ends, tokenizer.eos_token_id] if ends else tokenizer.eos_token_id
 
 
+def beyond_training(model: Any, tokenizer: Any, table: TokenTable) -> str:
+    """A line about rows that are longer than what the tokenizer or the model was made for; empty if there are none.
+    (`check_rows_fit` refuses those that the model has no positions for.)"""
+    longest, text = int(table.facts["lengths"]["max"]), get_causal_lm(model).config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    target = rope.get("full_attention", rope)
+    before, kind = target.get("original_max_position_embeddings"), target.get("rope_type", "default")
+    limits = []
+    if isinstance(before, int) and longest > before:
+        limits.append(f"{before:,} positions before rope scaling ({kind})")
+    most = getattr(tokenizer, "model_max_length", None)
+    if isinstance(most, int) and longest > most:
+        limits.append(f"{most:,} tokens that the tokenizer names (model_max_length), which cuts nothing here")
+    return f"rows have up to {longest:,} tokens; the model was made for {' and '.join(limits)}." if limits else ""
+
+
 def check_rows_fit(model: Any, table: TokenTable) -> None:
     """Refuse rows that are longer than the model's positions, or have tokens without an embedding row."""
     inner = get_causal_lm(model)

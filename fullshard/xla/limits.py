@@ -176,6 +176,11 @@ def _limits(config: Any) -> tuple[Limit, ...]:
             config.activation_offloading,
             "inputs of recomputed layers stay on XLA devices; leave it out",
         ),
+        Limit(
+            f"sequence_slices {config.sequence_slices}",
+            (config.slices or 1) > 1,
+            "the compiler schedules whole steps; leave it out",
+        ),
         Limit("offload_embedding", config.offload_embedding is True, "parameters stay on XLA devices; leave it out"),
         Limit("offload_experts", config.offload_experts, "parameters stay on XLA devices; leave it out"),
         Limit("fused_lora", config.fused_lora is True, "the compiler fuses LoRA layers itself; leave it out"),

@@ -139,7 +139,6 @@ def test_mistakes_are_named_with_their_line(tmp_path, text, said):
         ("fp8_config: {a: 1}\n", "fp8_config is not supported"),
         ("mixed_precision: fp8\n", "fp8 is not supported"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "expected LOCAL_MACHINE"),
-        ("parallelism_config: {tp_size: 2}\n", "tp_size 2"),
         ("parallelism_config: {cp_size: 2}\n", "cp_size 2"),
         ("parallelism_config: {sp_size: 2}\n", "sp_size 2"),
         ("fsdp_config: {sharding_strategy: HYBRID_SHARD, reshard_after_forward: SHARD_GRAD_OP}\n", "contradict"),

@@ -91,6 +91,7 @@ VERSION_2 = [
     ("Which state dict type", "FULL_STATE_DICT"), ("RAM-efficient", ""), ("Use activation checkpointing", "yes"),
     ("Replicate the model", "yes"), ("How many replicas", "2"), ("How many ranks per", "1"),
     ("Split each layer", "yes"), ("Over how many ranks", "2"),
+    ("Divide the experts", "yes"), ("Among how many ranks", "2"),
     ("How many processes", "many"),
     ("expected a whole number", "4"), ("Which mixed precision", "9"), ("please answer 0 to 2", "bf16"),
 ]  # fmt: skip
@@ -113,6 +114,7 @@ def test_questions_of_version_2_at_a_terminal(tmp_path, monkeypatch):
     made = settle(resolve(["--config_file", str(path), "--dry_run"], {}), 0)
     engine = made.engine
     assert (engine.strategy, made.describe()["mesh"]) == ("HYBRID_SHARD_ZERO2", "replica=2, fsdp=1, tp=2")
+    assert engine.ep_size == 2 and made.describe()["experts"] == "divided among 2 ranks"
     assert (engine.offload_params, engine.min_num_params, engine.saved_as) == (True, 1000, "FULL_STATE_DICT")
     assert (engine.activation_checkpointing, engine.debug, engine.mixed_precision) == (True, True, "bf16")
     assert (made.device, made.world_size, made.notes) == ("cpu", 4, ())

@@ -54,6 +54,33 @@ def test_masks_are_independent_and_have_the_right_mean() -> None:
     assert torch.equal(dropout.kept(torch.Size((7, 16)), 1).double(), masks[1][:7, :16])
 
 
+def in_slice(dropout: Dropout, first_row: int) -> Dropout:
+    """The same dropout, of a slice that begins with this row."""
+    row = torch.full_like(dropout.seed, first_row)
+    return Dropout(torch.stack([dropout.seed, row], 1), dropout.probability)
+
+
+@pytest.mark.parametrize("cut", [64, 70])
+def test_slices_of_the_sequence_have_the_masks_of_the_whole(cut: int) -> None:
+    whole = Dropout(seed(), 0.25)
+    x, a, dh = randn(130, 136), randn(16, 136), randn(130, 16)
+    parts = [(slice(0, cut), in_slice(whole, 0)), (slice(cut, 130), in_slice(whole, cut))]
+
+    def run(rows: slice, dropout: Dropout) -> list[torch.Tensor]:
+        drawn = dropout.seed, dropout.threshold, dropout.scale
+        return [
+            dropout.kept(torch.Size((len(x[rows]), 136)), 1).float(), fused_kernels.apply_dropout(x[rows], *drawn),
+            fused_kernels.product(x[rows], a, 8, *drawn), fused_kernels.grad_input(None, dh[rows], a, 8, *drawn),
+            fused_kernels.grad_weight(dh[rows], x[rows], 8, *drawn),
+        ]  # fmt: skip
+
+    expected, (first, second) = run(slice(0, 130), whole), [run(*part) for part in parts]
+    assert torch.equal(torch.cat([first[0], second[0]]), expected[0])
+    for one, other, both in zip(first[1:4], second[1:4], expected[1:4], strict=True):
+        torch.testing.assert_close(torch.cat([one, other]), both, **CLOSE)
+    torch.testing.assert_close(first[4] + second[4], expected[4], **CLOSE)
+
+
 @pytest.mark.parametrize(
     ("tokens", "size", "adapters", "width"), [(70, 200, 3, 8), (33, 136, 1, 20), (64, 128, 2, 40), (20, 64, 2, 80)]
 )

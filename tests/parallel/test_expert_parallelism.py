@@ -24,6 +24,7 @@ from tests.fsdp.programs import exact, mean_over_ranks, mine
 from tests.models.test_experts import with_lora
 from tests.pool import ranks
 from tests.quant.programs import batches, train
+from tests.sft.test_all_linear import FAMILIES as SHAPES
 from tests.sft.test_all_linear import make
 
 FAMILIES = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "GraniteMoe")
@@ -129,6 +130,18 @@ def test_strategies(strategy: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed_and_offloaded(kind: str) -> None:
     check("Qwen3Moe", kind, 2, torch.float32, activation_checkpointing=True, offload_params=True)
+
+
+@ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_that_the_remaining_ranks_cannot_share_evenly(kind: str) -> None:
+    """Three experts for two ranks: another dim is split over them, and packed rows are on both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, "Qwen3Moe", {**SHAPES["Qwen3Moe"], "num_experts": 6})
+        model = check("Qwen3Moe", kind, 2)
+    stacks = [p for unit in model.plan.units if unit.axes for p in unit.parameters]
+    assert {p.dim for p in stacks} == {None if kind == "qlora" else 1}
 
 
 @ranks(4)

@@ -241,7 +241,7 @@ def test_the_mesh_of_experts():
         ({"tp_size": 3}, "tp_size 3 on 8 processes: expected a size that divides their number: 1, 2, 4, 8"),
         ({"tp_size": 0}, "tp_size: expected 1 or more, got 0"),
         ({"dp_shard_size": 3, "tp_size": 2}, "dp_shard_size 3 .* on 8 processes with tp_size 2: expected 4"),
-        ({"dp_replicate_size": 3, "tp_size": 2}, "need 6 processes .* but there are 8; .*: 1 of 4, 2 of 2, 4 of 1"),
+        ({"dp_replicate_size": 3, "tp_size": 2}, "need 6 processes .* but there are 8; .*as 1 of 4, 2 of 2, 4 of 1"),
         ({"ep_size": 3}, "ep_size 3 with 8 ranks per replica: expected a size that divides their number: 1, 2, 4, 8"),
         ({"ep_size": 8, "dp_replicate_size": 2}, "ep_size 8 with 4 ranks per replica: .* 1, 2, 4"),
         ({"ep_size": 2, "backend": "inductor"}, "ep_size 2 with dynamo_backend inductor .*; use dynamo_backend no"),

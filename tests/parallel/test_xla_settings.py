@@ -76,7 +76,7 @@ def test_a_mapping_json_and_a_json_file_mean_the_same(on_xla, tmp_path):
         assert settings_from_trainer_flags(fsdp_config={"xla": True, "xla_fsdp_settings": source}) == EngineSettings(
             xla=True, xla_fsdp_settings=given
         )
-    for wrong, said in (("nowhere.json", "no file"), ("{", "not JSON"), ("[1]", "no file")):
+    for wrong, said in (("nowhere.json", "a file of one"), ("{", "expected JSON"), ("[1]", "a file of one")):
         with pytest.raises(ConfigError, match=f"xla_fsdp_settings: .*{said}"):
             EngineSettings(xla_fsdp_settings=wrong)
 

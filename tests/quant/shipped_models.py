@@ -30,17 +30,17 @@ SIZES = {
 }  # fmt: skip
 
 
-def gpt_oss() -> Any:
+def gpt_oss(experts: int = 3) -> Any:
     torch.manual_seed(5)
-    config = GptOssConfig(**SIZES, intermediate_size=96, head_dim=16, num_local_experts=3, num_experts_per_tok=2)
+    config = GptOssConfig(**SIZES, intermediate_size=96, head_dim=16, num_local_experts=experts, num_experts_per_tok=2)
     return _random(GptOssForCausalLM(config))
 
 
-def qwen_moe(inner: int = 48) -> Any:
+def qwen_moe(inner: int = 48, experts: int = 3) -> Any:
     torch.manual_seed(5)
     config = Qwen3MoeConfig(
-        **SIZES, intermediate_size=96, moe_intermediate_size=inner, num_experts=3, num_experts_per_tok=2, head_dim=16,
-        mlp_only_layers=[], decoder_sparse_step=1,
+        **SIZES, intermediate_size=96, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=2,
+        head_dim=16, mlp_only_layers=[], decoder_sparse_step=1,
     )  # fmt: skip
     return _random(Qwen3MoeForCausalLM(config))
 

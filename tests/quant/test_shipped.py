@@ -23,6 +23,8 @@ from fullshard.quant import stored_files
 from fullshard.quant.quantize import quantize_model, quantized_experts, quantized_layers
 from fullshard.quant.shipped import Shipped, Tensor
 from fullshard.quant.stored_format import StoredWeight
+from fullshard.quant.stored_linear import StoredLinear
+from fullshard.quant.stored_values import encode
 from fullshard.weights.locate import open_source
 from fullshard.weights.merge_adapter import merge_adapter
 from fullshard.weights.slice_reader import Stored
@@ -199,6 +201,17 @@ def test_our_experts_checkpointed_and_compiled(tmp_path: Path, kind: str) -> Non
         checkpoint_module(layer)
     model.compile_units(backend="aot_eager")
     compare(model, plain(place, tmp_path / "first"))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4"])
+def test_compiled_as_one_opaque_operator(kind: str) -> None:
+    form = Shipped.of(MODELS[kind][1]).rules[0].format
+    layer = StoredLinear(64, 48, stored=form)
+    layer.set_parts(encode(form.coding, torch.randn(48, 64, generator=torch.Generator().manual_seed(0))))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x, g = torch.randn(4, 64, requires_grad=True), torch.randn(4, 48)
+    results = [(y := module(x), *torch.autograd.grad(y, x, g)) for module in (layer, compiled)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].any()
 
 
 @ranks(2)

@@ -14,6 +14,8 @@ from fullshard.distributed.ranks import exchange
 from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
+from tests.quant import shipped_models
+from tests.quant.shipped_models import MXFP4, fp8
 from tests.sft.runs import global_batch, losses, settings
 from tests.sft.test_all_linear import make
 from tests.sft.test_qlora import FOUR_BITS
@@ -102,6 +104,31 @@ def test_evaluated_and_offloaded(tmp_path: Path) -> None:
     first, second = (exchange(one, "results")[0] for one in results)
     assert len(first) == 2 and second == pytest.approx(first, abs=1e-4)
     assert all(p.offloaded for unit in trainer.model.plan.units if unit.axes for p in unit.parameters)
+
+
+@ranks(2, 4)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "quantization"), [("gpt_oss", MXFP4), ("qwen_moe", fp8((16, 24)))], ids=["mxfp4", "fp8"]
+)
+def test_experts_as_they_are_shipped(
+    family: str, quantization: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(shipped_models.SIZES, "vocab_size", 416)
+    monkeypatch.setitem(shipped_models.SIZES, "max_position_embeddings", 256)
+    if runtime.is_main():
+        shipped_models.write(getattr(shipped_models, family)(experts=4), quantization, tmp_path / "model")
+        make_tokenizer().save_pretrained(tmp_path / "model")
+    runtime.barrier()
+    every = []
+    for ep in (1, 2):
+        changes = {"router_aux_loss_coef": 0.0, "torch_dtype": "float32", "save_strategy": "no", "max_steps": 3}
+        trainer = start(tmp_path, f"run-{ep}", "", "lora", ep, **changes)
+        trainer.train()
+        every.append(losses(trainer))
+    packed = [p for unit in trainer.model.plan.units if unit.axes for p in unit.parameters if p.dtype == "uint8"]
+    assert packed and all("ep" in str(p.spec[0]) for p in packed)
+    assert every[1] == pytest.approx(every[0], abs=1e-5)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.quant import shipped_models
-from tests.quant.shipped_models import MXFP4, fp8, gpt_oss, llama, write
+from tests.quant.shipped_models import MXFP4, fp8, gpt_oss, llama, qwen_moe, write
 from tests.sft.runs import global_batch, losses, settings, train
 from tests.sft.tiny import VOCABULARY
 
@@ -38,9 +39,12 @@ def written(place: Path, monkeypatch: pytest.MonkeyPatch, family: Any = llama, q
     return place / "model"
 
 
-def losses_of(model: Path, folder: Path, **changes: Any) -> tuple[Any, list[float]]:
-    config = settings(folder, max_steps=4, learning_rate=2e-2, torch_dtype="float32", **global_batch(2), **changes)
-    trainer = train(str(model), config)
+def losses_of(
+    model: Path, folder: Path, engine: dict[str, Any] | None = None, **changes: Any
+) -> tuple[Any, list[float]]:
+    batch = global_batch(runtime.world_size())
+    config = settings(folder, max_steps=4, learning_rate=2e-2, torch_dtype="float32", **batch, **changes)
+    trainer = train(str(model), config, engine=engine)
     return trainer, losses(trainer)
 
 
@@ -65,6 +69,30 @@ def test_adapters_on_shipped_weights_that_peft_loads(
     with torch.no_grad():
         ours = trainer.model.eval()(input_ids=ids).logits
         torch.testing.assert_close(ours, loaded(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def four_experts() -> Any:
+    """Gate's rows are no multiple of a block."""
+    return qwen_moe(40, experts=4)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize(
+    ("family", "quantization"), [(four_experts, fp8()), pytest.param(gpt_oss, MXFP4, marks=pytest.mark.slow)]
+)
+def test_experts_split_over_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Any, quantization: Any
+) -> None:
+    """Each rank reads the bytes of its own experts; losses are those of a run that splits none."""
+    model = written(
+        tmp_path, monkeypatch, functools.partial(family, experts=4) if family is gpt_oss else family, quantization
+    )
+    extra = {**LORA, "router_aux_loss_coef": 0.0}
+    expected = losses_of(model, tmp_path / "whole", **extra)[1]
+    trainer, found = losses_of(model, tmp_path / "split", engine={"ep_size": 2}, **extra)
+    stack = next(p for name, p in trainer.model.named_parameters() if name.endswith("gate_up_proj"))
+    assert stack.to_local().shape[0] == stack.shape[0] // runtime.world_size()
+    assert any(unit.axes for unit in trainer.model.plan.units) and found == pytest.approx(expected, abs=1e-5)
 
 
 @ranks(2)

@@ -17,6 +17,7 @@ REFUSED = {
     "gradient_checkpointing auto": ({"gradient_checkpointing": "auto"}, "use true or false"),
     "gradient_checkpointing 4GiB": ({"gradient_checkpointing": "4GiB"}, "use true or false"),
     "activation_offloading": ({"activation_offloading": True, "gradient_checkpointing": True}, "stay on XLA devices"),
+    "sequence_slices 4": ({"sequence_slices": 4}, "the compiler schedules whole steps"),
     "offload_embedding": ({"offload_embedding": True}, "parameters stay on XLA devices"),
     "offload_experts": ({"offload_experts": True, "use_peft_lora": True}, "parameters stay on XLA devices"),
     "fused_lora": ({"fused_lora": True, "use_peft_lora": True}, "the compiler fuses LoRA layers itself"),
