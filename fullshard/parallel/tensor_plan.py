@@ -90,11 +90,6 @@ def split_layers(
     head stay whole: code of a script may multiply by their weights itself."""
     inner = get_causal_lm(model)
     plan = {**dict(getattr(inner, "tp_plan", None) or {}), **(changes or {})}
-    if not plan:
-        raise ConfigError(
-            f"tp_size: {type(inner).__name__} has no tensor-parallel plan; give one with tp_plan, a mapping such as "
-            f'{{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}}, or use tp_size 1'
-        )
     modules = dict(inner.named_modules())
     experts = [name for name, _ in experts_modules(inner)]
     layers = []
@@ -117,10 +112,20 @@ def split_layers(
             for name in matches
             if STYLES[style] != Style()
         ]
-    if not tables:
-        whole = {id(inner.get_input_embeddings()), id(inner.get_output_embeddings())}
-        return [one for one in layers if id(one.layer) not in whole]
-    return _with_tied_tables(inner, layers)
+    inside = [one for one in layers if not any(one.layer is table for table in _tables(inner))]
+    if not (inside or changes):
+        raise ConfigError(
+            f"tp_size: {type(inner).__name__} has no tensor-parallel plan; give one with tp_plan, a mapping such as "
+            f'{{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}}, or use tp_size 1'
+        )
+    return _with_tied_tables(inner, layers) if tables else inside
+
+
+def _tables(model: Any) -> tuple[Any, Any]:
+    """Embedding and head of a model."""
+    if not hasattr(model, "get_input_embeddings"):
+        return None, None
+    return model.get_input_embeddings(), model.get_output_embeddings()
 
 
 def _matching(pattern: str, names: Any) -> list[str]:
@@ -140,7 +145,7 @@ def _inside(experts: list[str], modules: Mapping[str, nn.Module]) -> list[str]:
 def _with_tied_tables(model: Any, layers: list[SplitLayer]) -> list[SplitLayer]:
     """The layers, with embedding and head split alike where they are one parameter, and a table in host memory left
     whole."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = _tables(model)
     by_layer = {id(one.layer): one for one in layers}
     ours, theirs = by_layer.get(id(embedding)), by_layer.get(id(head))
     weight = getattr(embedding, "weight", None)
@@ -228,7 +233,7 @@ def _is_copied(layer: nn.Module) -> bool:
 def check_sizes(model: nn.Module, layers: list[SplitLayer], size: int) -> None:
     """Refuse a number of ranks that does not divide what is split, with the numbers that do."""
     inner = get_causal_lm(model)
-    config = inner.config.get_text_config()
+    config = inner.config.get_text_config() if hasattr(inner, "config") else None
     counts: dict[str, int] = {}
     if any(re.search("attn|attention", one.name) and one.style == STYLES["colwise"] for one in layers):
         for field, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key/value heads")):

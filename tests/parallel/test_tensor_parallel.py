@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GptOssConfig
 
 import fullshard.spmd as xs
 from fullshard.config.errors import ConfigError
@@ -252,6 +252,8 @@ def test_models_that_cannot_be_split_so():
 def test_families_without_a_plan_and_plans_of_the_user():
     plain = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=96))
     refused(plain, "GPT2LMHeadModel has no tensor-parallel plan; give one with tp_plan")
+    with torch.device("meta"):  # transformers adds the embedding alone to an empty plan
+        refused(AutoModelForCausalLM.from_config(GptOssConfig(num_hidden_layers=1)), "GptOssForCausalLM has no tensor")
     plan = {"model.layers.*.mlp.up_proj": "columns"}
     refused(model("llama"), r"up_proj has the style 'columns'.* Expected one of colwise", tp_plan=plan)
     refused(model("llama"), r"no module of LlamaForCausalLM matches 'model\.layer'", tp_plan={"model.layer": "colwise"})
