@@ -81,14 +81,12 @@ def test_files_that_are_replaced(tmp_path: Path, renamed: list[str]) -> None:
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_everything_that_a_run_and_an_export_write(tmp_path: Path, kind: str, renamed: list[str]) -> None:
     folder = run(tmp_path, kind, **(LORA if kind == "lora" else {}))
-    choices = Choices(kind == "lora", None, False, "10GB", True, False)
+    choices = Choices(merge=kind == "lora", progress=False)
     export(find_result(str(folder), None, None), tmp_path / "exported", choices)
     if kind == "full":
         merge_weights(folder / "checkpoints" / "step-4", tmp_path / "merged")
     else:
-        export(
-            find_result(str(folder), None, None), tmp_path / "adapter", Choices(False, None, False, "10GB", True, False)
-        )
+        export(find_result(str(folder), None, None), tmp_path / "adapter", Choices(progress=False))
     names = {Path(name).name for name in renamed}
     assert {"settings.json", "report.html", "step-4", "exported"} <= names
     assert {"merged"} <= names if kind == "full" else {"adapter_model.safetensors", "adapter"} <= names

@@ -83,7 +83,7 @@ def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, capsys):
     assert printed[-1] == "failed: data" and printed[-1 - len(ran) : -1] == [f"{name} was run" for name, _ in ran]
     assert run_tests.main(["fsdp,rest"]) == 0 and [name for name, _ in ran[-2:]] == ["fsdp", "rest"]
     assert run_tests.main(["fdsp"]) == 2
-    assert "there is no part fdsp; there are checkpoint, data, devices" in capsys.readouterr().out
+    assert "there is no part fdsp; there are activations, checkpoint, data" in capsys.readouterr().out
 
 
 def _files(target: Path) -> list[Path]:
