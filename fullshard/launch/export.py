@@ -32,7 +32,7 @@ from fullshard.launch.chat import trained_quantization
 from fullshard.launch.find_result import TOKENIZER, Result
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS
 from fullshard.quant import bnb_format
-from fullshard.quant.shipped import METHODS, quant_method
+from fullshard.quant.shipped import is_shipped, quant_method
 from fullshard.report.run_summary import model_class
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
 from fullshard.weights.dtypes import choose_dtype, dtypes_kept
@@ -166,7 +166,7 @@ def _convert(result: Result, target: Path, choices: Choices) -> None:
     where = resolve(result.folder)
     config = read_config(where, None, False)
     if choices.dtype is not None and (packed := getattr(config, "quantization_config", None)) is not None:
-        kind = quant_method(packed) if quant_method(packed) in METHODS else "4-bit"
+        kind = quant_method(packed) if is_shipped(packed) else "4-bit"
         raise ConfigError(
             f"--dtype: {result.folder} contains {kind} weights, which cannot be converted; remove the option."
         )

@@ -1,6 +1,6 @@
 """Expert parallelism: which parameters are split by expert, and over which ranks.
 
-`ep` divides the ranks of a replica a second time, for experts only: the mesh of experts is `(replica, fsdp, ep)` over
+`ep` divides the ranks of a replica a second time, for experts only: the mesh of experts is `(replica, ep, fsdp)` over
 the same ranks. Along `ep` each rank holds some of a layer's experts, and tokens travel to them
 (`models/experts_dispatch.py`); over the remaining ranks each expert is sharded and gathered as usual. What is split are
 the stacks of the modules that run our experts implementation, whatever they are stored in. Adapters on them stay on the

@@ -33,7 +33,7 @@ from fullshard.parallel.tensor_parallel import exchanges_of
 from fullshard.parallel.tensor_plan import Exchange
 from fullshard.planner.layer_dedup import CannotExpandError, Condensed, Stack, condense, may_name_a_layer, patterns_in
 from fullshard.planner.step_trace import StepTrace, TracedModel
-from fullshard.quant.shipped import METHODS, Shipped, quant_method
+from fullshard.quant.shipped import Shipped, is_shipped
 from fullshard.sft import adapter
 from fullshard.sft.adapter import set_projection_dtype
 from fullshard.sft.base_model import read_model
@@ -197,7 +197,7 @@ def _planned(
 
 def _names_layers(packed: Any) -> bool:
     """Whether a `quantization_config` may treat layers that are alike differently. bitsandbytes' files name them."""
-    if packed is None or quant_method(packed) not in METHODS:
+    if not is_shipped(packed):
         return packed is not None
     return any(map(may_name_a_layer, Shipped.of(packed).patterns))
 

@@ -11,7 +11,7 @@ import torch
 from fullshard.config.errors import ConfigError, QuantizationError
 from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.quant.sharded_groups import Scheme
-from fullshard.quant.shipped import METHODS, Shipped, quant_method
+from fullshard.quant.shipped import METHODS, Shipped, is_shipped
 
 _KNOWN = {
     "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "llm_int8_skip_modules", "bnb_4bit_compute_dtype",
@@ -87,7 +87,7 @@ class Quantization:
 
 def check_quantization(config: Any) -> None:
     """Raise `QuantizationError` for a model's `quantization_config` that is not supported."""
-    _ = Shipped.of(config) if quant_method(config) in METHODS else Quantization.of(config)
+    _ = Shipped.of(config) if is_shipped(config) else Quantization.of(config)
 
 
 # --- the training script's options ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from fullshard.quant.linear import NF4Linear
 from fullshard.quant.packed_experts import PackedExperts
 from fullshard.quant.quantizable import LinearForm, form_of, fused_experts
 from fullshard.quant.quantized_linear import QuantizedLinear
-from fullshard.quant.shipped import METHODS, Shipped, Tensor, quant_method
+from fullshard.quant.shipped import Shipped, Tensor, is_shipped
 from fullshard.quant.shipped_layers import use_shipped
 from fullshard.spmd.tensor import is_sharded
 
@@ -48,7 +48,7 @@ def quantize_model(
     _check(model)
     if config == "fp8":
         return _to_fp8(model)
-    if isinstance(config, Shipped) or quant_method(config) in METHODS:
+    if isinstance(config, Shipped) or is_shipped(config):
         return _as_shipped(model, config if isinstance(config, Shipped) else Shipped.of(config), stored or {}, unpack)
     chosen = Quantization.of(config)
 

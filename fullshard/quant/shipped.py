@@ -274,3 +274,8 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Shipped]] = {
     "compressed-tensors": _from_compressed_tensors,
 }
 """The methods that are read as they are shipped, by `quant_method`."""
+
+
+def is_shipped(config: Any) -> bool:
+    """Whether a `quantization_config` is of a method that is read as it is shipped; None is of none."""
+    return quant_method(config) in METHODS

@@ -30,7 +30,7 @@ from fullshard.models.tiny_model import LAYERS, WIDTHS
 from fullshard.quant.bitsandbytes_layers import foreign_layers, take_over
 from fullshard.quant.config import Quantization, dense_dtype
 from fullshard.quant.quantize import packed_weights, quantize_model
-from fullshard.quant.shipped import METHODS, Shipped, quant_method
+from fullshard.quant.shipped import METHODS, Shipped, is_shipped, quant_method
 from fullshard.sft import adapter
 from fullshard.sft.adapter import Say
 from fullshard.sft.checked_run import CheckedRun, base_of_adapter, refuse_encoder
@@ -127,8 +127,8 @@ def read_model(
     does not use stay, as in a model in memory.
     """
     shape = read_model_config(config, place, say)
-    packed = getattr(shape, "quantization_config", None)
-    shipped = Shipped.of(packed) if packed is not None and quant_method(packed) in METHODS else None
+    packed: Any = getattr(shape, "quantization_config", None)
+    shipped = Shipped.of(packed) if is_shipped(packed) else None
     if packed is not None and config.use_4bit_quantization:
         kind = shipped.names if shipped is not None else "4 bits"
         say(f"{place} is stored in {kind} already and is read as it is; the 4-bit options are not used.")
@@ -369,7 +369,7 @@ def _take_quantized(model: Any, inner: Any) -> None:
         return
     method = fields.get("quant_method", "bitsandbytes")
     eight = " in 8 bits" if foreign_layers(model, "Linear8bitLt") else ""
-    if quant_method(fields) in METHODS:
+    if is_shipped(fields):
         raise ConfigError(
             f"model is quantized by {quant_method(fields)} and in memory already, which cannot be sharded; give its "
             f"folder or name, or load it with dequantize=True in its quantization_config."

@@ -20,7 +20,7 @@ from fullshard.device.torch_private import buffers_of, parameters_of
 from fullshard.distributed.progress import Bar
 from fullshard.quant.config import Quantization
 from fullshard.quant.quantize import quantize_model
-from fullshard.quant.shipped import METHODS, Shipped, quant_method
+from fullshard.quant.shipped import METHODS, Shipped, is_shipped
 from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
 from fullshard.weights.dtypes import choose_dtype, dtypes_kept
@@ -133,10 +133,8 @@ def _read_base_config(where: Path, dequantized: Any) -> tuple[Any, Quantization 
     """The base's config without quantization, the quantization to round its weights with (None: do not round), and the
     formats of a model that was shipped in few bits."""
     config = read_config(where, None, False)
-    packed = getattr(config, "quantization_config", None)
-    if (
-        packed is not None and quant_method(packed) in METHODS
-    ):  # it was released with these values: there are no others to merge into
+    packed: Any = getattr(config, "quantization_config", None)
+    if is_shipped(packed):  # it was released with these values: there are no others to merge into
         del config.quantization_config
         return config, None, Shipped.of(packed)
     if packed is not None and not dequantized:

@@ -21,9 +21,9 @@ from tests.sft.test_all_linear import make
 KINDS = ("dense", "lora", "4 bits")
 
 
-def build(family: str, kind: str, own: bool) -> Any:
-    """A model with our experts, or the oracle."""
-    model = make(family)
+def build(family: str, kind: str, own: bool, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with our experts, or the oracle with transformers'."""
+    model = make(family).to(dtype)
     if kind == "4 bits":
         model = quantize_model(model, Scheme(double=True))
         model = model if own else dequantize_model(model)
@@ -32,7 +32,7 @@ def build(family: str, kind: str, own: bool) -> Any:
     else:
         model.set_experts_implementation("eager")
     if kind != "dense":
-        model = with_lora(model)
+        model = with_lora(model).to(dtype)
     return model.train()
 
 

@@ -12,39 +12,20 @@ import transformers
 from fullshard.config.errors import ConfigError
 from fullshard.distributed import data_ranks, runtime
 from fullshard.fsdp.plan import ShardingPlan
-from fullshard.models.experts import use_own_experts
 from fullshard.models.routing import TokensPerExpert
 from fullshard.parallel.model import join_ranks, shard_model
 from fullshard.parallel.prepare import prepare
 from fullshard.parallel.settings import EngineSettings
-from fullshard.quant.quantize import dequantize_model, quantize_model
-from fullshard.quant.sharded_groups import Scheme
 from fullshard.weights.fill import fill
 from tests.fsdp.programs import exact, mean_over_ranks, mine
-from tests.models.test_experts import with_lora
+from tests.models.test_experts_sharded import KINDS, build
 from tests.pool import ranks
 from tests.quant.programs import batches, train
 from tests.sft.test_all_linear import FAMILIES as SHAPES
 from tests.sft.test_all_linear import make
 
 FAMILIES = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "GraniteMoe")
-KINDS = ("full", "lora", "qlora")
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-def build(family: str, kind: str, own: bool, dtype: torch.dtype) -> Any:
-    """A model with our experts, or the oracle with transformers'."""
-    model = make(family).to(dtype)
-    if kind == "qlora":
-        model = quantize_model(model, Scheme(double=True))
-        model = model if own else dequantize_model(model)
-    if own:
-        assert use_own_experts(model)
-    else:
-        model.set_experts_implementation("eager")
-    if kind != "full":
-        model = with_lora(model).to(dtype)
-    return model.train()
 
 
 def sharded(family: str, kind: str, ep: int, dtype: torch.dtype, **options: Any) -> Any:
@@ -53,7 +34,7 @@ def sharded(family: str, kind: str, ep: int, dtype: torch.dtype, **options: Any)
 
 
 def check(family: str, kind: str, ep: int, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    dtype = dtype or (torch.float32 if kind == "qlora" else torch.float64)  # 4-bit products are in fp32
+    dtype = dtype or (torch.float32 if kind == "4 bits" else torch.float64)  # 4-bit products are in fp32
     with exact(dtype):
         return check_in(family, kind, ep, dtype, options)
 
@@ -67,7 +48,7 @@ def check_in(family: str, kind: str, ep: int, dtype: torch.dtype, options: dict[
         expected.backward()
     for i, batch in enumerate(batches(2)):
         rows = batch.chunk(data_ranks.data_size())[data_ranks.data_rank()]
-        with model.no_sync() if i == 0 and kind != "qlora" else torch.enable_grad():
+        with model.no_sync() if i == 0 and kind != "4 bits" else torch.enable_grad():
             loss = model(input_ids=rows, labels=rows).loss
             loss.backward()
     assert mean_over_ranks(loss) == pytest.approx(expected.item(), rel=close)
@@ -88,7 +69,7 @@ def check_in(family: str, kind: str, ep: int, dtype: torch.dtype, options: dict[
 
 
 @ranks(2)
-@pytest.mark.parametrize(("family", "kind"), [("Qwen3Moe", "full"), ("GptOss", "qlora")])
+@pytest.mark.parametrize(("family", "kind"), [("Qwen3Moe", "dense"), ("GptOss", "4 bits")])
 def test_two_ranks(family: str, kind: str) -> None:
     model = check(family, kind, 2)
     units = [unit for unit in model.plan.units if unit.axes]
@@ -141,13 +122,13 @@ def test_experts_that_the_remaining_ranks_cannot_share_evenly(kind: str) -> None
         patch.setitem(SHAPES, "Qwen3Moe", {**SHAPES["Qwen3Moe"], "num_experts": 6})
         model = check("Qwen3Moe", kind, 2)
     stacks = [p for unit in model.plan.units if unit.axes for p in unit.parameters]
-    assert {p.dim for p in stacks} == {None if kind == "qlora" else 1}
+    assert {p.dim for p in stacks} == {None if kind == "4 bits" else 1}
 
 
 @ranks(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("ep", [2, 4])
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["dense", "lora"])
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 def test_beside_tensor_parallelism(family: str, kind: str, ep: int) -> None:
     check(family, kind, ep, tp_size=2)
@@ -219,7 +200,7 @@ def test_what_cannot_be_split() -> None:
 @pytest.mark.slow
 def test_ranks_that_generate_different_lengths() -> None:
     """Each rank continues a prompt of its own; the longer one is as on one device."""
-    alone, model = build("Qwen3Moe", "full", False, torch.float64), sharded("Qwen3Moe", "full", 2, torch.float64)
+    alone, model = build("Qwen3Moe", "dense", False, torch.float64), sharded("Qwen3Moe", "dense", 2, torch.float64)
     alone.eval(), model.eval()
     rank = runtime.rank()
     prompt = torch.randint(5, 100, (1, 6), generator=torch.Generator().manual_seed(rank))
@@ -234,7 +215,7 @@ def test_ranks_that_generate_different_lengths() -> None:
 @pytest.mark.slow
 def test_tokens_per_expert_are_those_of_all_ranks() -> None:
     usages = []
-    for model in (sharded("DeepseekV3", "full", 2, torch.float64), sharded("DeepseekV3", "full", 1, torch.float64)):
+    for model in (sharded("DeepseekV3", "dense", 2, torch.float64), sharded("DeepseekV3", "dense", 1, torch.float64)):
         counts = TokensPerExpert(model)
         batch = mine(batches(1)[0])
         model(input_ids=batch, labels=batch)
