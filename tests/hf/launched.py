@@ -8,13 +8,25 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import torch
 from accelerate.state import AcceleratorState, GradientState
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.pool import ROOT
 
 EXAMPLES = ROOT / "examples"
 ORACLE = Path(__file__).with_name("accelerate_fsdp2.py")
 """Accelerate's own FSDP 2 on CPU ranks."""
+
+
+def write_llama(folder: Path) -> None:
+    """A small Llama with tied embeddings."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def alone(script: Path, *arguments: object) -> None:

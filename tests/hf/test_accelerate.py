@@ -6,14 +6,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import StateDictType
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from fullshard.config.errors import CheckpointError
 from fullshard.hf import accelerate_checkpoints as checkpoints
-from tests.hf.launched import EXAMPLES, ORACLE, alone, launched, result
+from tests.hf.launched import EXAMPLES, ORACLE, alone, launched, result, write_llama
 from tests.pool import ROOT
 
 LOOP, TRAINER = EXAMPLES / "accelerate_loop.py", EXAMPLES / "trainer_fsdp.py"
@@ -31,12 +30,7 @@ SCRIPTS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    write_llama(folder)
     return folder
 
 

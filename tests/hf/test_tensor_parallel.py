@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.hf.launched import EXAMPLES, alone, launched, result
+from tests.hf.launched import EXAMPLES, alone, launched, result, write_llama
 from tests.pool import ROOT
 
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
@@ -15,12 +13,7 @@ SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    write_llama(folder)
     return folder
 
 
